@@ -1,0 +1,180 @@
+"""What serve-validate and benchmark found: measurements that gate-deployment judges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from stages.contracts.files import Fact
+
+TRAIN_METRICS = Path("reports/train.json")
+TRAIN_CURVES = Path("reports/curves")
+SERVE_EVIDENCE = Path("reports/serve_validate.json")
+BENCHMARK_EVIDENCE = Path("reports/benchmark.json")
+POLICY = Path("reports/policy.json")
+
+
+class AcceptLength(Fact):
+    """tokens / verifications over whole answers: the bonus token is counted, as SGLang does; plain decoding is 1.0.
+
+    by_position[i] is the share of verifications in which draft token i (0-based) was accepted.
+    """
+
+    requests: int
+    tokens: int
+    verifications: int
+    accept_length: float
+    low: float
+    high: float
+    by_position: tuple[float, ...]
+
+
+class TrainMetrics(Fact):
+    """reports/train.json: held-out figures of the exported draft, simulated from stored states."""
+
+    draft_digest: str
+    train_loss: float
+    held_out_loss: float
+    overall: AcceptLength
+    by_domain: dict[str, AcceptLength]
+    optimizer_steps: int
+    parameters: int
+
+
+class ParitySlot(Fact):
+    """One slot the engine fed the draft, against the target recomputed at every point."""
+
+    slot: int
+    claimed_point: int
+    nearest_point: int
+    distance: float
+    claimed_distance: float
+    next_best_distance: float
+    rows: int
+    tokens: int
+
+
+class Losslessness(Fact):
+    """Greedy output with and without speculation. `near_ties` are the answers that part ways where the target's two best
+    logits differ by less than the numeric noise of batching; they are counted, listed and not called identical."""
+
+    requests: int
+    identical: int
+    near_ties: int
+    differing_prompt_ids: tuple[str, ...]
+
+
+class SamplingFidelity(Fact):
+    """Next-token distribution of speculative sampling against the target's own, total variation distance, beside the
+    distance that plain sampling shows with as many draws."""
+
+    prompts: int
+    draws: int
+    temperature: float
+    distance: float
+    distance_plain: float
+
+
+class RequestRecord(Fact):
+    prompt_id: str
+    source: str
+    domain: str
+    prompt_tokens: int
+    tokens: int
+    verifications: int
+    accepted: tuple[int, ...]
+    simulated_verifications: int | None
+
+
+class ServeEvidence(Fact):
+    """reports/serve_validate.json."""
+
+    version: Literal[1] = 1
+    draft_digest: str
+    engine: str
+    engine_version: str
+    draft_steps: int
+    max_new_tokens: int
+    parity: tuple[ParitySlot, ...]
+    parity_words: str
+    greedy: Losslessness
+    sampling: SamplingFidelity | None
+    served: AcceptLength
+    served_by_domain: dict[str, AcceptLength]
+    simulated: AcceptLength
+    simulated_by_domain: dict[str, AcceptLength]
+    requests: tuple[RequestRecord, ...]
+
+
+class Arm(Fact):
+    """One way of serving at one concurrency: tokens/s of each repeat, latency over all requests of all repeats."""
+
+    name: Literal["plain", "speculative", "policy"]
+    draft_steps: int
+    concurrency: int
+    tokens_per_s: tuple[float, ...]
+    latency_p50_ms: float
+    latency_p95_ms: float
+    first_token_p50_ms: float
+    accept_length: float
+
+
+class Ratio(Fact):
+    """Throughput over plain, paired by repeat: median, and a t interval at 95 %."""
+
+    arm: Literal["speculative", "policy"]
+    draft_steps: int
+    concurrency: int
+    ratio: float
+    low: float
+    high: float
+
+
+class PolicyLevel(Fact):
+    min_batch: int
+    draft_steps: int
+    ratio: float
+    low: float
+    high: float
+
+
+class ServingPolicy(Fact):
+    """reports/policy.json: draft steps by running batch size, 0 = plain decoding.
+
+    `levels` ascend by min_batch; a level holds until the next. Beyond `measured_up_to` speculation is off.
+    """
+
+    version: Literal[1] = 1
+    draft_digest: str
+    engine: str
+    engine_version: str
+    device: str
+    levels: tuple[PolicyLevel, ...]
+    measured_up_to: int
+
+    def steps_for(self, batch: int) -> int:
+        """Draft steps for a running batch of `batch` requests (at least 1)."""
+        steps = 0
+        for level in self.levels:
+            if batch >= level.min_batch:
+                steps = level.draft_steps
+        return 0 if batch > self.measured_up_to else steps
+
+
+class BenchmarkEvidence(Fact):
+    """reports/benchmark.json."""
+
+    version: Literal[1] = 1
+    draft_digest: str
+    engine: str
+    engine_version: str
+    device: str
+    max_new_tokens: int
+    repeats: int
+    arms: tuple[Arm, ...]
+    ratios: tuple[Ratio, ...]
+    off_cost_ratio: float
+    accept_length_by_domain: dict[str, AcceptLength]
+    out_of_distribution: AcceptLength | None
+    speculation_off_above: int | None
+    policy_digest: str

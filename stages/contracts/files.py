@@ -1,0 +1,134 @@
+"""Canonical bytes, digests, and writes that are whole or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from stages.contracts.errors import DataError
+
+FactT = TypeVar("FactT", bound="Fact")
+_READ = 1 << 22
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys, no NaN, a final newline: equal values give equal bytes."""
+    return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def digest(data: bytes) -> str:
+    """`sha256:` and 64 hex digits."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file's bytes, read in pieces.
+
+    Raises:
+        DataError: the file is not there.
+    """
+    sha = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_READ):
+                sha.update(piece)
+    except FileNotFoundError as error:
+        raise DataError(
+            "A file is missing", where=str(path), do="run `dvc repro`, or `dvc pull` to fetch it"
+        ) from error
+    return "sha256:" + sha.hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write aside, fsync, rename: a reader sees the old bytes or the new ones, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    _fsync(path.parent)
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Give a folder to fill; on a clean exit it is synced and renamed to `path`, on an exception it is removed.
+
+    An existing `path` is replaced only once the new folder is complete.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        for file in aside.rglob("*"):
+            if file.is_file():
+                _fsync(file)
+        if path.exists():
+            old = path.with_name(f".{path.name}.{os.getpid()}.old")
+            path.replace(old)
+            aside.replace(path)
+            shutil.rmtree(old)
+        else:
+            aside.replace(path)
+        _fsync(path.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+class Fact(BaseModel):
+    """Something true of bytes: no clock, host or run id, so equal inputs give equal bytes and one digest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def canonical(self) -> bytes:
+        return canonical(self.model_dump(mode="json"))
+
+    def digest(self) -> str:
+        return digest(self.canonical())
+
+    def write(self, path: Path) -> None:
+        write_whole(path, self.canonical())
+
+    @classmethod
+    def read(cls: type[FactT], path: Path) -> FactT:
+        """Read and validate a fact.
+
+        Raises:
+            DataError: missing, cut off, or not of this schema; every fault is named.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError as error:
+            raise DataError(
+                f"No {cls.__name__} here",
+                where=str(path),
+                do="run `dvc repro`; `dvc status` tells which stage writes it",
+            ) from error
+        except ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, f['loc'])) or 'file'}: {f['msg']}" for f in error.errors())
+            raise DataError(
+                f"This is no valid {cls.__name__}",
+                where=str(path),
+                expected="the schema in stages/contracts",
+                got=faults,
+                do="remove the file and run `dvc repro`; it was cut off, edited, or written by another version",
+            ) from error
