@@ -30,7 +30,29 @@ class TinySource(NamedTuple):
 
 
 SOURCES = (TinySource("code", "coding", 14), TinySource("tools", "agentic", 10), TinySource("talk", "general", 8))
-_WORDS = tuple("sort the list of numbers and say why this call has to stop before noon or add two files".split())
+_WORDS = tuple(
+    [
+        "sort",
+        "the",
+        "list",
+        "of",
+        "numbers",
+        "and",
+        "say",
+        "why",
+        "this",
+        "call",
+        "has",
+        "to",
+        "stop",
+        "before",
+        "noon",
+        "or",
+        "add",
+        "two",
+        "files",
+    ]
+)
 ROWS_SCHEMA = pa.schema(
     [
         ("row_id", pa.string()),
