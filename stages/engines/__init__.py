@@ -1,0 +1,35 @@
+"""Engines: one file each, whose name is its name in params.yaml (serve.engine), loaded by that name.
+
+An engine file offers `NAME`, `version()`, and says how its own layer ids translate to points. Only the files in here know
+an engine's numbering and API. Files that start with an underscore are shared parts, not engines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+from stages.contracts.errors import EngineError
+
+
+def names() -> list[str]:
+    """Names of the engines there are."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+
+
+def load(name: str) -> ModuleType:
+    """The engine module called `name`.
+
+    Raises:
+        EngineError: there is none; the error lists those there are.
+    """
+    if name not in names():
+        raise EngineError(
+            f"No engine {name!r}",
+            where="params.yaml: serve.engine",
+            expected=f"one of {names()}",
+            got=name,
+            do="name one of them, or add stages/engines/<name>.py",
+        )
+    return importlib.import_module(f"stages.engines.{name}")
