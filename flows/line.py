@@ -144,7 +144,7 @@ def run_stage(stage: str, root: Path, time_limit_s: float, say: Callable[[str], 
 
 def _failure(stage: str, ended: Ended, root: Path, began: float) -> LineError:
     """What a failed stage means; `dvc repro` exits 255 for any failure, so its words are read, not its code."""
-    report = fresh_report(stage, root, began)
+    report = gate_report(stage, root, began - 1)
     if report is not None and not report.success:
         return Refusal(f"{stage} refused {report.subject}", where=str(report_path(report.gate)), got=words_of(report))
     for head, kind in (("refused: ", Refusal), ("error: ", StageError)):
@@ -170,11 +170,11 @@ def _block(lines: tuple[str, ...], head: str) -> str:
     return ""
 
 
-def fresh_report(stage: str, root: Path, since: float) -> GateReport | None:
-    """The stage's gate report, when it is a gate and wrote one after `since` (seconds since the epoch)."""
+def gate_report(stage: str, root: Path, since: float = 0.0) -> GateReport | None:
+    """The stage's report, when it is a gate and the report was written after `since` (seconds since the epoch)."""
     gate = gate_of(stage)
     path = root / report_path(gate) if gate else None
-    if path is None or not path.exists() or path.stat().st_mtime < since - 1:
+    if path is None or not path.exists() or path.stat().st_mtime < since:
         return None
     return GateReport.read(path)
 

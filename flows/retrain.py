@@ -1,0 +1,90 @@
+"""The retrain flow: time and consequences around the line that DVC describes.
+
+Its tasks are the stages DVC lists, so there is no second graph. A refusal is an answer and is never retried; a stage that
+crashed is, for finished work is kept. What passes every gate is promoted to the release folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Completed, Failed, State
+
+from flows import artifacts, line, release
+from stages.contracts.errors import LineError
+
+RETRY_DELAYS_S = (15.0, 60.0)
+
+
+def worth_a_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
+    """Only a crash is: a refusal, a mendable error and a time limit would come out the same."""
+    return isinstance(state.result(raise_on_failure=False), line.StageCrash)
+
+
+@task(
+    retries=len(RETRY_DELAYS_S),
+    retry_delay_seconds=list(RETRY_DELAYS_S),
+    retry_condition_fn=worth_a_retry,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def stage(name: str, root: Path, time_limit_s: float) -> None:
+    """Bring one stage up to date; what it prints goes to this task's log."""
+    line.run_stage(name, root, time_limit_s, get_run_logger().info)
+
+
+@flow(name="retrain")
+def retrain(
+    params_set: str | None = None,
+    promote: bool = True,
+    stage_time_limit_s: float = 6 * 3600,
+    lock_wait_s: float = 900,
+) -> State[Any]:
+    """Run the line, judge, promote.
+
+    Args:
+        params_set: a file in params/ (without .yaml) to put in the place of params.yaml; none runs it as it stands.
+        promote: move releases/current.json to the draft that passed.
+        stage_time_limit_s: seconds a stage may take before it is ended with all its children.
+        lock_wait_s: seconds to wait for another run of DVC in this clone.
+    """
+    root = Path.cwd()
+    try:
+        if params_set:
+            line.choose_params(params_set, root)
+        line.wait_until_free(root, lock_wait_s, get_run_logger().info)
+        for name in line.stage_names(root):
+            _run(name, root, stage_time_limit_s)
+        if not promote:
+            return Completed(message="The line is up to date; nothing was promoted.")
+        promoted = release.promote(root)
+    except LineError as error:
+        return Failed(message=error.text())
+    words = f"Release {promoted.name}: accept length {promoted.record.accept_length:.2f}"
+    create_markdown_artifact(key="release", markdown=release.release_markdown(promoted))
+    return Completed(message=words)
+
+
+def _run(name: str, root: Path, time_limit_s: float) -> None:
+    """One stage as a task, then its artifacts.
+
+    Raises:
+        LineError: the stage's own.
+    """
+    state = stage.with_options(name=name, task_run_name=name)(name, root, time_limit_s, return_state=True)
+    report = line.gate_report(name, root)
+    if report is not None:
+        artifacts.publish_gate(report)
+    if state.is_completed():
+        artifacts.publish_stage(name, root)
+        return
+    fault = state.result(raise_on_failure=False)
+    raise fault if isinstance(fault, BaseException) else line.StageCrash(f"{name}: {state.message}")
+
+
+if __name__ == "__main__":
+    retrain()

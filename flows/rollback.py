@@ -1,0 +1,28 @@
+"""Rollback as a flow, so that it can be ordered from Prefect and stands in its history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.states import Completed, Failed, State
+
+from flows import release
+from stages.contracts.errors import LineError
+
+
+@flow(name="rollback")
+def rollback() -> State[Any]:
+    """Make the release before the current one current again."""
+    try:
+        back = release.rollback(Path.cwd())
+    except LineError as error:
+        return Failed(message=error.text())
+    create_markdown_artifact(key="release", markdown=release.release_markdown(back))
+    return Completed(message=f"Back to release {back.name}: accept length {back.record.accept_length:.2f}")
+
+
+if __name__ == "__main__":
+    rollback()
