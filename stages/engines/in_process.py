@@ -16,7 +16,7 @@ Position p of the draft has input token t[p+1] and the target's states at p, and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -45,8 +45,8 @@ def version() -> str:
     return f"torch {torch.__version__}"
 
 
-def served_points(draft_config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """The points this engine really feeds a draft with this config.json, ascending.
+def served_points(layer_ids: Sequence[int], layers: int) -> tuple[int, ...]:
+    """The points this engine really feeds a draft whose config.json has these layer ids, ascending.
 
     It reads `eagle_config.eagle_aux_hidden_state_layer_ids` as SGLang does for Llama and Qwen targets: id i means the
     output of 0-based layer i, which is point i+1; -1 means the embedding; doubles are dropped; none given means EAGLE's
@@ -55,14 +55,13 @@ def served_points(draft_config: Mapping[str, Any], layers: int) -> tuple[int, ..
     Raises:
         EngineError: ids that no point of the target answers to.
     """
-    ids = (draft_config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    points = tuple(sorted({i + 1 for i in ids})) if ids else default_points(layers)
+    points = tuple(sorted({i + 1 for i in layer_ids})) if layer_ids else default_points(layers)
     if points[0] < 0 or points[-1] >= layers:
         raise EngineError(
             "The draft asks for states that this engine cannot give",
             where="config.json: eagle_config.eagle_aux_hidden_state_layer_ids",
             expected=f"ids -1 (embedding) to {layers - 2}: point = id+1, below the target's last point {layers}",
-            got=str(ids),
+            got=str(list(layer_ids)),
             do="export the draft for this engine again",
         )
     return points
@@ -296,7 +295,7 @@ class InProcess:
         self._cache.move(source, to)
         if self._aux is not None:
             self._aux[to] = self._aux[source]
-        if self.draft is not None:
+        if self.draft is not None and self._running[to].fed:
             self.draft.move(source, to)
 
     def _states(self, width: int) -> Tensor:
