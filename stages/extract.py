@@ -1,0 +1,184 @@
+"""extract: the target's residual stream at three points and the last state, for every prepared row."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from stages.capture.rows import FolderPlan, plan_folders, read_rows
+from stages.capture.spill import capture_rows
+from stages.capture.store import folder_bytes, write_folder
+from stages.capture.work import WORK, WorkCache
+from stages.contracts.errors import ParamsError, Refusal, run
+from stages.contracts.manifest import (
+    CAPTURE_MANIFEST,
+    HIDDEN_STATES,
+    PREPARED_MANIFEST,
+    CapturedFolder,
+    CaptureManifest,
+    CaptureSpec,
+    FolderConfig,
+    PreparedManifest,
+    TargetIdentity,
+)
+from stages.contracts.params import Params, load_params
+from stages.contracts.points import check_points
+from stages.contracts.progress import progress
+from stages.contracts.report import demand
+from stages.targets import identify_target, load_target, locate_target
+
+if TYPE_CHECKING:
+    from stages.targets._decoder import Decoder
+
+_SPARE_BYTES = 64 << 20  # configs, parquet and file system overhead beside the states
+
+
+def demand_target(found: TargetIdentity, prepared: TargetIdentity, params: Params) -> None:
+    """Raises ParamsError when params.yaml describes another model, Refusal when the rows were prepared for another."""
+    told = params.target
+    for name in ("layers", "hidden_size", "vocab_size"):
+        if getattr(told, name) != getattr(found, name):
+            raise ParamsError(
+                f"The target has another {name} than params.yaml says",
+                where=f"params.yaml: target.{name}",
+                expected=f"{getattr(found, name)}, from {told.origin}",
+                got=str(getattr(told, name)),
+                do="mend target.origin or the figures below it",
+            )
+    for name, what in (("weights", "weights"), ("tokenizer", "tokenizer"), ("template", "chat template")):
+        digests = (getattr(prepared, f"{name}_digest"), getattr(found, f"{name}_digest"))
+        if digests[0] != digests[1]:
+            raise Refusal(
+                f"The target's {what} changed since the rows were prepared",
+                where=told.origin,
+                expected=f"{digests[0]}, as in {PREPARED_MANIFEST}: answers and token ids are that target's own",
+                got=digests[1],
+                do="run `dvc repro prepare`, or put the former target back",
+            )
+
+
+def capture_spec(params: Params, target: TargetIdentity) -> CaptureSpec:
+    """All that decides the bytes of a stored state, beside the row."""
+    return CaptureSpec(
+        weights_digest=target.weights_digest,
+        points=check_points(params.capture.points, target.layers),
+        layers=target.layers,
+        hidden_size=target.hidden_size,
+        compute_dtype=params.target.dtype,
+    )
+
+
+def demand_room(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> int:
+    """Print what is going to happen, and return the tokens that go through the target.
+
+    Raises:
+        Refusal: the disk cannot hold what is to be written.
+    """
+    spec = cache.capture
+    new = [plan for plan in plans if not cache.has(plan.row_ids)]
+    todo = [row for plan in plans for row in cache.missing(plan)]
+    sizes = [folder_bytes(len(p.rows), p.tokens, len(spec.points) + 1, spec.hidden_size) for p in plans]
+    need = sum(size for plan, size in zip(plans, sizes, strict=True) if not cache.has(plan.row_ids))
+    output.mkdir(parents=True, exist_ok=True)
+    if output.stat().st_dev != cache.root.stat().st_dev:
+        need += sum(sizes)  # no hard link from one file system to another: the folders are copied
+    free = shutil.disk_usage(cache.root).free
+    rows, tokens = sum(len(p.rows) for p in plans), sum(len(row) for row in todo)
+    print(
+        f"extract: {rows} rows, {sum(p.tokens for p in plans)} tokens, {sum(sizes) / 1e9:.2f} GB in {len(plans)} folders; "
+        f"{len(plans) - len(new)} folders stand in the work cache, {len(todo)} rows ({tokens} tokens) go through the target; "
+        f"{need / 1e9:.2f} GB to write, {free / 1e9:.1f} GB free",
+        file=sys.stderr,
+        flush=True,
+    )
+    if need + _SPARE_BYTES > free:
+        raise Refusal(
+            "The hidden states do not fit on this disk",
+            where=str(cache.root),
+            expected=f"{(need + _SPARE_BYTES) / 1e9:.2f} GB free",
+            got=f"{free / 1e9:.2f} GB",
+            do="free some, lower prepare.sources' limits, or move .cache and data to a larger disk",
+        )
+    return tokens
+
+
+def finish_folders(
+    target: Decoder, plans: Sequence[FolderPlan], cache: WorkCache, tokens_per_batch: int, tokens: int
+) -> None:
+    """Compute what the work cache lacks, folder by folder; each is whole when it appears there."""
+    started, done = time.monotonic(), 0
+    with progress(max(tokens, 1), "extract", "tokens") as advance:
+
+        def counted(states: Iterator[Tensor]) -> Iterator[Tensor]:
+            nonlocal done
+            for state in states:
+                yield state
+                done += len(state)
+                advance(len(state), f"{done / (time.monotonic() - started):.0f} tokens/s")
+
+        for plan in plans:
+            if not cache.has(plan.row_ids):
+                computed = capture_rows(target, cache.missing(plan), cache.capture.points, tokens_per_batch)
+                states = cache.states(plan, counted(computed))
+                cache.note(write_folder(cache.path(plan.row_ids), plan, cache.capture, states))
+
+
+def link_folders(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> list[FolderConfig]:
+    """Put every planned folder below `output` and remove what else is there; the manifest is not written yet."""
+    (output / CAPTURE_MANIFEST.name).unlink(missing_ok=True)
+    names = {plan.name for plan in plans}
+    for strange in output.iterdir():
+        if strange.name not in names:
+            shutil.rmtree(strange) if strange.is_dir() else strange.unlink()
+    return [cache.link(plan, output) for plan in plans]
+
+
+def describe(prepared: PreparedManifest, capture: CaptureSpec, folders: Sequence[FolderConfig]) -> CaptureManifest:
+    return CaptureManifest(
+        prepared_digest=prepared.digest(),
+        capture=capture,
+        slots=(*(f"point {p}" for p in capture.points), f"point {capture.layers}, before the final norm"),
+        folders=tuple(
+            CapturedFolder(
+                name=f.name,
+                source=f.source,
+                start=f.start,
+                end=f.end,
+                tokens=f.tokens,
+                config_digest=f.digest(),
+                rows_digest=f.rows_digest,
+            )
+            for f in folders
+        ),
+        rows=sum(len(f.row_ids) for f in folders),
+        tokens=sum(f.tokens for f in folders),
+    )
+
+
+def main() -> None:
+    params = load_params()
+    torch.set_num_threads(params.target.threads)
+    prepared = PreparedManifest.read(PREPARED_MANIFEST)
+    demand("extraction", prepared.digest())
+    folder = locate_target(params.target.origin)
+    demand_target(identify_target(folder, params.target.name), prepared.target, params)
+    plans = list(plan_folders(read_rows(prepared), params.capture.rows_per_folder))
+    cache = WorkCache(capture_spec(params, prepared.target), WORK)
+    tokens = demand_room(plans, cache, HIDDEN_STATES)
+    if tokens:
+        target = load_target(folder, params.target.device, params.target.dtype).pack()
+        finish_folders(target, plans, cache, params.capture.tokens_per_batch, tokens)
+    folders = link_folders(plans, cache, HIDDEN_STATES)
+    cache.drop_superseded(plans)
+    describe(prepared, cache.capture, folders).write(CAPTURE_MANIFEST)
+
+
+if __name__ == "__main__":
+    run(main)
