@@ -1,0 +1,163 @@
+"""On-policy answers: the target's own continuation of every prompt, kept as it comes so that a killed run resumes.
+
+Answers are kept by content: a folder a generation setting, in it one append-only file a worker, a line an answer. What a
+crash cut off is generated again. How tokens are made is handed in as an `Answerer`; this file knows no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import queue
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from stages.contracts.errors import EngineError, LineError
+from stages.contracts.files import canonical, digest, write_whole
+from stages.contracts.progress import progress
+
+Finish = Literal["stop", "length"]
+Prompt = tuple[str, tuple[int, ...]]
+OnAnswer = Callable[[str, tuple[int, ...], Finish], None]
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Generated:
+    """An answer's ids as they were generated; the last one ends the turn when `finish` is "stop"."""
+
+    ids: tuple[int, ...]
+    finish: Finish
+
+
+class Answerer(Protocol):
+    """Answers prompts and reports each answer as it ends. Pickled into worker processes, so it loads its model when called."""
+
+    def __call__(self, prompts: Sequence[Prompt], on_answer: OnAnswer) -> None: ...
+
+
+def answer_all(
+    prompts: Mapping[str, tuple[int, ...]],
+    answerer: Answerer,
+    settings: Mapping[str, Any],
+    cache: Path,
+    workers: int,
+) -> dict[str, Generated]:
+    """An answer for every prompt, from the cache where it is there.
+
+    Args:
+        prompts: ids by prompt id.
+        settings: all that decides an answer beside its prompt: weights, cap, temperature, seed.
+        workers: processes; with 1 the answerer runs in this one.
+
+    Raises:
+        EngineError: a worker ended early, or an answer is missing.
+    """
+    folder = cache / digest(canonical(dict(settings)))[7:23]
+    write_whole(folder / "settings.json", canonical(dict(settings)))
+    known = _read(folder)
+    missing = sorted((p for p in prompts.items() if p[0] not in known), key=lambda p: (-len(p[1]), p[0]))
+    if missing:
+        with progress(len(missing), "answers", "prompts") as advance:
+            if workers == 1 or len(missing) == 1:
+                _work(answerer, missing, folder / "worker-0.jsonl", advance)
+            else:
+                _share(answerer, missing, folder, min(workers, len(missing)), advance)
+        known = _read(folder)
+    absent = [p for p in prompts if p not in known]
+    if absent:
+        raise EngineError(
+            "The engine left prompts without an answer",
+            where=str(folder),
+            expected=f"{len(prompts)} answers",
+            got=f"{len(absent)} missing, the first {absent[0]}",
+            do="run it again; answers that are there are kept",
+        )
+    return {p: known[p] for p in prompts}
+
+
+def _read(folder: Path) -> dict[str, Generated]:
+    """Answers of all workers' files; lines that a crash cut off are passed over."""
+    known: dict[str, Generated] = {}
+    for path in sorted(folder.glob("worker-*.jsonl")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                prompt, finish, ids = json.loads(line)
+            except ValueError:
+                continue
+            known[prompt] = Generated(tuple(ids), finish)
+    return known
+
+
+def _work(answerer: Answerer, prompts: Sequence[Prompt], path: Path, told: Callable[[int, str], None]) -> None:
+    """Answer `prompts`, append each answer to `path` and tell of it."""
+    cut = path.exists() and not path.read_bytes().endswith(b"\n")
+    tokens = 0
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" if cut else "")
+
+        def on_answer(prompt: str, ids: tuple[int, ...], finish: Finish) -> None:
+            nonlocal tokens
+            file.write(json.dumps([prompt, finish, list(ids)], separators=(",", ":")) + "\n")
+            file.flush()
+            tokens += len(ids)
+            told(1, f"{tokens} tokens")
+
+        answerer(prompts, on_answer)
+
+
+def _share(
+    answerer: Answerer, prompts: Sequence[Prompt], folder: Path, workers: int, advance: Callable[..., None]
+) -> None:
+    """Deal the prompts, longest first, to `workers` processes and wait for all of them."""
+    context = multiprocessing.get_context("spawn")
+    news: Any = context.Queue()
+    running = [
+        context.Process(target=_worker, args=(answerer, prompts[i::workers], folder, i, news, os.getpid()), daemon=True)
+        for i in range(workers)
+    ]
+    for process in running:
+        process.start()
+    try:
+        while any(process.is_alive() for process in running) or not news.empty():
+            try:
+                fault = news.get(timeout=_POLL_S)
+            except queue.Empty:
+                fault = None
+            else:
+                if fault is None:
+                    advance(1)
+            failed = [p.exitcode for p in running if p.exitcode]
+            if fault or failed:
+                raise EngineError(
+                    "A generating process ended early",
+                    where=str(folder),
+                    expected="exit code 0",
+                    got=fault or f"exit code {failed[0]}",
+                    do="mend what it says and run it again; answers that are there are kept",
+                )
+    finally:
+        for process in running:
+            process.terminate()
+            process.join()
+
+
+def _worker(answerer: Answerer, prompts: Sequence[Prompt], folder: Path, index: int, news: Any, parent: int) -> None:
+    """A process of `_share`: news is None for an answer and text for a fault. It ends when its parent is gone."""
+    import torch
+
+    torch.set_num_threads(1)
+
+    def told(count: int, note: str) -> None:
+        if os.getppid() != parent:
+            sys.exit(1)
+        news.put(None)
+
+    try:
+        _work(answerer, prompts, folder / f"worker-{index}.jsonl", told)
+    except LineError as error:
+        news.put(error.text())

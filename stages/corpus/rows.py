@@ -1,0 +1,176 @@
+"""Candidates and answers to rows, and rows to parquet files that are byte-identical when the rows are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stages.corpus.answers import Generated
+from stages.corpus.gather import Candidate
+from stages.corpus.items import Reject, RowFault
+from stages.corpus.quality import has_supervised_pair, repeats_itself
+from stages.corpus.split import Split, row_id
+
+if TYPE_CHECKING:
+    from stages.contracts.params import Prepare
+
+_GROUP_ROWS = 1024
+_THOUGHTS = re.compile(r"<think>.*?</think>|^.*?</think>|<think>.*\Z", re.DOTALL)
+
+ROWS = pa.schema(
+    [
+        ("row_id", pa.string()),
+        ("prompt_id", pa.string()),
+        ("source", pa.string()),
+        ("domain", pa.string()),
+        ("split", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+        ("prompt_tokens", pa.int32()),
+        ("finish", pa.string()),
+        ("repetitive", pa.bool_()),
+        ("on_policy", pa.bool_()),
+        ("messages", pa.string()),
+    ]
+)
+OUT_OF_DISTRIBUTION = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("domain", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("messages", pa.string()),
+    ]
+)
+REJECTS = pa.schema([(name, pa.string()) for name in ("source", "prompt_id", "item", "reason", "detail")])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of rows.parquet; `input_ids` i32 [T] and `loss_mask` u8 [T]."""
+
+    row_id: str
+    prompt_id: str
+    source: str
+    domain: str
+    split: Split
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    prompt_tokens: int
+    finish: Literal["stop", "capped", "given"]
+    repetitive: bool
+    on_policy: bool
+    messages: str
+
+
+def regenerated_row(
+    candidate: Candidate, answer: Generated, prepare: Prepare, end_ids: frozenset[int], decode: Callable[[Any], str]
+) -> dict[str, Any]:
+    """Prompt ids and answer ids as they were generated; every answer token is supervised, the end of turn included.
+
+    Raises:
+        RowFault: the answer is empty, capped or repetitive beyond what the policy keeps, or too short to learn from.
+    """
+    text = decode(answer.ids)
+    capped = answer.finish == "length"
+    said = text if capped else _THOUGHTS.sub("", text)
+    if not said.strip():
+        raise RowFault("empty answer", "only reasoning" if text.strip() else f"{len(answer.ids)} tokens")
+    if capped and prepare.capped == "drop":
+        raise RowFault("capped", f"{len(answer.ids)} tokens without an end of turn")
+    ids = np.concatenate([candidate.prompt_ids, np.asarray(answer.ids, np.int32)])
+    mask = np.zeros(len(ids), np.uint8)
+    mask[len(candidate.prompt_ids) :] = 1
+    messages = [*json.loads(candidate.messages), {"role": "assistant", "content": text}]
+    return {
+        "input_ids": ids,
+        "loss_mask": mask,
+        "finish": "capped" if capped else "stop",
+        "repetitive": _looped(answer.ids, prepare, end_ids),
+        "on_policy": True,
+        "messages": json.dumps(messages, ensure_ascii=False),
+    }
+
+
+def given_row(candidate: Candidate, prepare: Prepare, end_ids: frozenset[int]) -> dict[str, Any]:
+    """The row as it came; whose answers these are is not known, so they do not count as on-policy.
+
+    Raises:
+        RowFault: cut or repetitive beyond what the policy keeps.
+    """
+    assert candidate.given_ids is not None
+    if candidate.cut and prepare.capped == "drop":
+        raise RowFault("capped", f"longer than {prepare.max_row_tokens} tokens")
+    mask = np.frombuffer(candidate.given_mask, np.uint8)
+    last = len(mask) - int(np.argmax(mask[::-1]))
+    gaps = np.flatnonzero(mask[:last] == 0)
+    answer = candidate.given_ids[gaps[-1] + 1 if len(gaps) else 0 : last].tolist()
+    return {
+        "input_ids": candidate.given_ids,
+        "loss_mask": mask,
+        "finish": "capped" if candidate.cut else "given",
+        "repetitive": _looped(answer, prepare, end_ids),
+        "on_policy": False,
+        "messages": candidate.messages,
+    }
+
+
+def _looped(ids: Iterable[int], prepare: Prepare, end_ids: frozenset[int]) -> bool:
+    loops = repeats_itself([i for i in ids if i not in end_ids])
+    if loops and prepare.repetitive == "drop":
+        raise RowFault("repeats itself")
+    return loops
+
+
+def make_row(
+    candidate: Candidate,
+    answers: Mapping[str, Generated],
+    source: Any,
+    prepare: Prepare,
+    end_ids: frozenset[int],
+    decode: Callable[[Any], str],
+) -> Row | Reject:
+    """The row of a candidate, or the reason why there is none."""
+    try:
+        if candidate.given_ids is None:
+            parts = regenerated_row(candidate, answers[candidate.prompt_id], prepare, end_ids, decode)
+        else:
+            parts = given_row(candidate, prepare, end_ids)
+        if not has_supervised_pair(parts["loss_mask"].tolist()):
+            raise RowFault("no supervised pair", f"{int(parts['loss_mask'].sum())} answer tokens")
+    except RowFault as fault:
+        return Reject(candidate.item, fault.reason, fault.detail, candidate.prompt_id)
+    return Row(
+        row_id=row_id(parts["input_ids"], parts["loss_mask"].tobytes()),
+        prompt_id=candidate.prompt_id,
+        source=source.name,
+        domain=source.domain,
+        split=candidate.split,
+        prompt_tokens=len(candidate.prompt_ids),
+        **parts,
+    )
+
+
+def write_table(path: Path, schema: pa.Schema, rows: Iterable[Any]) -> None:
+    """Write dataclasses or dicts as zstd parquet, a row group each 1024 rows, so that memory does not grow with them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pq.ParquetWriter(path, schema, compression="zstd", version="2.6") as writer:
+        group: list[Any] = []
+        for row in rows:
+            group.append(row if isinstance(row, dict) else vars(row))
+            if len(group) == _GROUP_ROWS:
+                writer.write_table(_table(group, schema))
+                group = []
+        writer.write_table(_table(group, schema))
+
+
+def _table(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
+    columns = [pa.array([r[f.name] for r in rows], f.type) for f in schema]
+    return pa.Table.from_arrays(columns, schema=schema)

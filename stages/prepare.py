@@ -1,0 +1,121 @@
+"""prepare: sources become rows of token ids and loss masks; answers are the target's own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stages.contracts.errors import ParamsError, run
+from stages.contracts.files import whole_folder
+from stages.contracts.manifest import PREPARED, TargetIdentity
+from stages.contracts.params import Params, Target, load_params
+from stages.corpus.answers import Generated, OnAnswer, Prompt, answer_all
+from stages.corpus.gather import Gathered, gather
+from stages.corpus.prepared import table, write_prepared
+from stages.corpus.rendering import Renderer
+from stages.targets import identify_target, load_target, locate_target
+
+ANSWERS = Path(".cache/answers")
+
+
+@dataclass(frozen=True)
+class InProcessAnswers:
+    """The in-process engine as an Answerer: plain decoding, the target loaded in whichever process calls it."""
+
+    folder: Path
+    device: str
+    dtype: str
+    batch_size: int
+    positions: int
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+    def __call__(self, prompts: Sequence[Prompt], on_answer: OnAnswer) -> None:
+        from stages.engines.in_process import Answer, InProcess, Request
+
+        def told(answer: Answer) -> None:
+            on_answer(answer.prompt_id, answer.ids, answer.finish)
+
+        target = load_target(self.folder, self.device, self.dtype)
+        target.pack()
+        engine = InProcess(target, draft=None, slots=self.batch_size, positions=self.positions)
+        requests = [Request(p, ids, self.max_new_tokens, self.temperature, self._seed(p)) for p, ids in prompts]
+        engine.generate(requests, concurrency=self.batch_size, draft_steps=0, on_answer=told)
+
+    def _seed(self, prompt_id: str) -> int:
+        """A request's own seed, so that its draws do not depend on its neighbours."""
+        return int.from_bytes(hashlib.sha256(f"{self.seed}\0{prompt_id}".encode()).digest()[:4], "big")
+
+
+def check_target(folder: Path, target: Target) -> None:
+    """Compare the target's config.json with params.yaml.
+
+    Raises:
+        ParamsError: they differ; every difference is named.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config", config)
+    pairs = (("layers", "num_hidden_layers"), ("hidden_size", "hidden_size"), ("vocab_size", "vocab_size"))
+    wrong = [
+        f"target.{ours} {getattr(target, ours)}, {theirs} {config.get(theirs)}"
+        for ours, theirs in pairs
+        if getattr(target, ours) != config.get(theirs)
+    ]
+    if wrong:
+        raise ParamsError(
+            "params.yaml describes another target",
+            where=f"params.yaml: target; {folder / 'config.json'}",
+            expected="the config.json of target.origin",
+            got="; ".join(wrong),
+            do="mend these keys, or target.origin; capture.points follow from the number of layers",
+        )
+
+
+def regenerate(
+    params: Params, folder: Path, identity: TargetIdentity, gathered: list[Gathered]
+) -> dict[str, Generated]:
+    """Answers by the target itself for every candidate that did not bring its own."""
+    p, t = params.prepare, params.target
+    prompts = {c.prompt_id: tuple(c.prompt_ids.tolist()) for g in gathered for c in g.candidates if c.given_ids is None}
+    settings = {
+        "engine": "in_process",
+        "weights_digest": identity.weights_digest,
+        "tokenizer_digest": identity.tokenizer_digest,
+        "template_digest": identity.template_digest,
+        "dtype": t.dtype,
+        "max_new_tokens": p.max_new_tokens,
+        "temperature": p.temperature,
+        "seed": p.seed if p.temperature else 0,
+    }
+    answerer = InProcessAnswers(
+        folder, t.device, t.dtype, p.batch_size, p.max_row_tokens, p.max_new_tokens, p.temperature, p.seed
+    )
+    return answer_all(prompts, answerer, settings, ANSWERS, p.workers)
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost a factor of 6 beside any other load
+    params = load_params()
+    import torch
+
+    torch.set_num_threads(params.target.threads)
+    folder = locate_target(params.target.origin)
+    check_target(folder, params.target)
+    identity = identify_target(folder, params.target.name)
+    renderer = Renderer(folder)
+    gathered, apart = gather(params.prepare, renderer)
+    answers = regenerate(params, folder, identity, gathered)
+    with whole_folder(PREPARED) as aside:
+        manifest = write_prepared(
+            aside, gathered, apart, answers, params.prepare, identity, renderer.end_ids, renderer.text
+        )
+    print(table(manifest))
+
+
+if __name__ == "__main__":
+    run(main)
