@@ -102,14 +102,14 @@ def _read_lines(child: subprocess.Popen[bytes], deadline: float, on_line: Callab
                 time.sleep(_POLL_S)
 
 
-def end_group(child: subprocess.Popen[bytes], grace_s: float = _GRACE_S) -> None:
-    """End what is left of the child's process group: asked first, killed after `grace_s`."""
+def end_group(child: subprocess.Popen[bytes]) -> None:
+    """End what is left of the child's process group: asked first, killed after a few seconds' grace."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, sign)
         except ProcessLookupError:
             break
-        _wait_for_group(child, grace_s)
+        _wait_for_group(child, _GRACE_S)
     child.wait()
     if child.stdout is not None:
         child.stdout.close()

@@ -136,7 +136,7 @@ def run_stage(stage: str, root: Path, time_limit_s: float, say: Callable[[str], 
         TimeLimit: it took too long.
     """
     began = time.time()
-    command = dvc("repro", "--wait-for-lock", "--single-item", stage)
+    command = dvc("--wait-for-lock", "repro", "--single-item", stage)
     ended = run_child(command, cwd=root, env=environment(), time_limit_s=time_limit_s, on_line=say)
     if ended.code:
         raise _failure(stage, ended, root, began)

@@ -43,15 +43,15 @@ class Release:
 
 
 @contextlib.contextmanager
-def _locked(root: Path, wait_s: float = _LOCK_WAIT_S) -> Iterator[None]:
+def _locked(root: Path) -> Iterator[None]:
     """One writer of the release folder on this machine; the kernel frees the lock of a killed one.
 
     Raises:
-        Refusal: another process holds it for longer than `wait_s`.
+        Refusal: another process holds it for too long.
     """
     path = root / RELEASES / ".lock"
     path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + _LOCK_WAIT_S
     with path.open("a") as handle:
         while True:
             try:
@@ -62,7 +62,7 @@ def _locked(root: Path, wait_s: float = _LOCK_WAIT_S) -> Iterator[None]:
                     raise Refusal(
                         "Another promotion or rollback is under way",
                         where=str(path),
-                        expected=f"free within {wait_s:g} s",
+                        expected=f"free within {_LOCK_WAIT_S:g} s",
                         do="wait for it to end, then do this again",
                     ) from None
                 time.sleep(0.1)
@@ -134,14 +134,23 @@ def _check_draft(folder: Path) -> None:
             )
 
 
-def promote(root: Path = Path()) -> Release:
+def promote(root: Path = Path(), even_if_rolled_back: bool = False) -> Release:
     """Make the draft that passed gate-deployment the current release; doing it again changes nothing.
 
     Raises:
-        Refusal: see `record_of`, or another promotion under way.
+        Refusal: see `record_of`; another promotion under way; or this draft was rolled back, and a weekly run that finds
+            nothing new must not bring it back (`even_if_rolled_back` does).
     """
     with _locked(root):
         record = record_of(root)
+        if not even_if_rolled_back and record.draft_digest in _rolled_back(root):
+            raise Refusal(
+                "This draft was rolled back",
+                where=str(root / RELEASES / "ledger.jsonl"),
+                expected="another draft than the one taken out of service",
+                got=record.draft_digest,
+                do="retrain on new rows or parameters; `python -m flows.release promote` brings this one back on purpose",
+            )
         release = Release(record.digest().removeprefix("sha256:")[:_NAME_DIGITS], record)
         folder = root / RELEASES / release.name
         if not folder.exists():
@@ -193,7 +202,7 @@ def _move(root: Path, name: str, action: str) -> None:
     if before == name:
         return
     write_whole(root / RELEASES / "current.json", canonical({"release": name}))
-    _append(root, {"action": action, "release": name, "before": before})
+    _append(root, {"action": action, "release": name, "before": before, "draft": _draft_of(root, name)})
 
 
 def _settle(root: Path) -> None:
@@ -202,7 +211,16 @@ def _settle(root: Path) -> None:
     if name is not None and (not entries or entries[-1]["release"] != name):
         past = _promoted(root)
         action = "rollback" if len(past) > 1 and past[-2] == name else "promote"
-        _append(root, {"action": action, "release": name, "before": past[-1] if past else None, "settled": True})
+        _append(
+            root,
+            {
+                "action": action,
+                "release": name,
+                "before": past[-1] if past else None,
+                "draft": _draft_of(root, name),
+                "settled": True,
+            },
+        )
 
 
 def ledger(root: Path = Path()) -> list[dict[str, object]]:
@@ -235,6 +253,22 @@ def _promoted(root: Path) -> list[str]:
     return names
 
 
+def _draft_of(root: Path, name: str) -> str:
+    return ReleaseRecord.read(root / RELEASES / name / "release.json").draft_digest
+
+
+def _rolled_back(root: Path) -> set[str]:
+    """Digests of the drafts that were taken out of service and not brought back since."""
+    drafts: set[str] = set()
+    draft_of: dict[object, str] = {}
+    for entry in ledger(root):
+        draft_of[entry["release"]] = str(entry["draft"])
+        if entry["action"] == "rollback":
+            drafts.add(draft_of[entry["before"]])
+        drafts.discard(str(entry["draft"]))
+    return drafts
+
+
 def release_markdown(release: Release) -> str:
     """A release for a person: its name, what it stands on, how well it does."""
     record = release.record
@@ -245,7 +279,8 @@ def release_markdown(release: Release) -> str:
     )
 
 
-def _list(root: Path = Path()) -> str:
+def list_releases(root: Path = Path()) -> str:
+    """The ledger for a person, the current release marked."""
     now = current(root)
     lines = [
         f"{'*' if entry['release'] == now else ' '} {entry['at']}  {entry['action']:8}  {entry['release']}"
@@ -258,9 +293,9 @@ def main() -> None:
     """Promote, roll back or list, from the repository root."""
     action = sys.argv[1] if len(sys.argv) == 2 else ""
     if action == "list":
-        print(_list())
+        print(list_releases())
     elif action in ("promote", "rollback"):
-        release = promote() if action == "promote" else rollback()
+        release = promote(even_if_rolled_back=True) if action == "promote" else rollback()
         print(f"current: releases/{release.name}, accept length {release.record.accept_length:.2f}")
     else:
         raise LineError(

@@ -1,0 +1,29 @@
+"""What every test needs: quiet tools, and an environment whose `python` is this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+for _name, _value in {
+    "DO_NOT_TRACK": "1",
+    "DVC_NO_ANALYTICS": "1",
+    "GX_ANALYTICS_ENABLED": "false",
+    "HF_HUB_OFFLINE": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+}.items():
+    os.environ.setdefault(_name, _value)
+_bin = str(Path(sys.executable).parent)
+if not os.environ.get("PATH", "").startswith(_bin):
+    os.environ["PATH"] = f"{_bin}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+@pytest.fixture
+def repo_root() -> Path:
+    """The repository this test run is of."""
+    return ROOT

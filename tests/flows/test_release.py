@@ -1,0 +1,223 @@
+"""Promotion and rollback: whole or not at all, only what passed, and a history that can be walked back."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from flows import release
+from stages.contracts.errors import DataError, Refusal
+from stages.contracts.release import ReleaseRecord
+from tests.flows.samples import gate_report, write_draft
+
+
+def _pointer(root: Path) -> str:
+    return json.loads((root / "releases/current.json").read_text())["release"]
+
+
+def test_a_draft_that_passed_is_promoted_with_all_it_stands_on(tmp_path: Path) -> None:
+    draft = write_draft(tmp_path)
+    made = release.promote(tmp_path)
+    folder = tmp_path / "releases" / made.name
+    assert _pointer(tmp_path) == made.name == release.current(tmp_path)
+    record = ReleaseRecord.read(folder / "release.json")
+    assert record.draft_digest == draft.digest()
+    assert record.accept_length_by_domain == {"coding": 1.6, "general": pytest.approx(1.4)}
+    assert made.name in record.digest()
+    found = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    assert found == {
+        "release.json",
+        "policy.json",
+        "index.html",
+        *(f"draft/{f}" for f in ("model.safetensors", "config.json", "draft_record.json")),
+        *(f"gates/{g}.json" for g in ("extraction", "training", "deployment")),
+    }
+
+
+def test_a_release_survives_damage_to_the_working_draft(tmp_path: Path) -> None:
+    write_draft(tmp_path, b"good")
+    made = release.promote(tmp_path)
+    with (tmp_path / "models/draft/model.safetensors").open("r+b") as file:
+        file.write(b"X")
+    assert (tmp_path / "releases" / made.name / "draft/model.safetensors").read_bytes() == b"good"
+
+
+def test_promoting_twice_changes_nothing(tmp_path: Path) -> None:
+    write_draft(tmp_path)
+    assert release.promote(tmp_path) == release.promote(tmp_path)
+    assert [e["action"] for e in release.ledger(tmp_path)] == ["promote"]
+
+
+@pytest.mark.parametrize("fault", ["failed", "other draft", "missing"])
+def test_nothing_is_promoted_without_a_passing_report_on_exactly_this_draft(tmp_path: Path, fault: str) -> None:
+    write_draft(tmp_path, b"old")
+    old = release.promote(tmp_path).name
+    draft = write_draft(tmp_path, b"new", passed=fault != "failed")
+    path = tmp_path / "reports/gates/deployment.json"
+    if fault == "other draft":
+        gate_report("deployment", "sha256:" + "1" * 64).write(path)
+    if fault == "missing":
+        path.unlink()
+    words = {
+        "failed": "refused this(.|\n)*nearest point is the claimed one",
+        "other draft": f"judged something else(.|\n)*{draft.digest()}",
+        "missing": "has not judged this",
+    }
+    with pytest.raises(Refusal, match=words[fault]):
+        release.promote(tmp_path)
+    assert _pointer(tmp_path) == old
+    assert len(list((tmp_path / "releases").glob("*/release.json"))) == 1
+
+
+def test_figures_of_another_draft_are_refused(tmp_path: Path) -> None:
+    write_draft(tmp_path, b"a")
+    policy = (tmp_path / "reports/policy.json").read_bytes()
+    write_draft(tmp_path, b"b")
+    (tmp_path / "reports/policy.json").write_bytes(policy)
+    with pytest.raises(Refusal, match=r"figures are of another draft\n  where: reports/policy.json"):
+        release.promote(tmp_path)
+
+
+def test_weights_that_are_not_those_of_the_record_are_refused(tmp_path: Path) -> None:
+    write_draft(tmp_path)
+    (tmp_path / "models/draft/model.safetensors").write_bytes(b"weightz")
+    with pytest.raises(DataError, match=r"not what its record says\n.*model.safetensors(.|\n)*dvc repro train"):
+        release.promote(tmp_path)
+    assert release.current(tmp_path) is None
+
+
+def test_rollback_walks_back_through_the_releases_and_says_when_there_is_none(tmp_path: Path) -> None:
+    names = []
+    for weights in (b"a", b"b", b"c"):
+        write_draft(tmp_path, weights)
+        names.append(release.promote(tmp_path).name)
+    assert release.rollback(tmp_path).name == names[1] == _pointer(tmp_path)
+    assert release.rollback(tmp_path).name == names[0] == _pointer(tmp_path)
+    with pytest.raises(Refusal, match=r"no release to roll back to(.|\n)*1 promoted"):
+        release.rollback(tmp_path)
+    write_draft(tmp_path, b"c")
+    assert release.promote(tmp_path, even_if_rolled_back=True).name == names[2] == _pointer(tmp_path)
+    assert release.rollback(tmp_path).name == names[0]
+    assert [e["action"] for e in release.ledger(tmp_path)] == ["promote"] * 3 + ["rollback"] * 2 + [
+        "promote",
+        "rollback",
+    ]
+
+
+def test_a_rolled_back_draft_is_not_brought_back_by_the_next_run_but_by_a_person(tmp_path: Path) -> None:
+    write_draft(tmp_path, b"a")
+    good = release.promote(tmp_path).name
+    write_draft(tmp_path, b"b")
+    bad = release.promote(tmp_path).name
+    release.rollback(tmp_path)
+    with pytest.raises(Refusal, match=r"was rolled back\n(.|\n)*brings this one back on purpose"):
+        release.promote(tmp_path)
+    write_draft(tmp_path, b"b", accept_length=1.7)  # the same draft, measured again
+    with pytest.raises(Refusal, match="was rolled back"):
+        release.promote(tmp_path)
+    assert _pointer(tmp_path) == good
+    write_draft(tmp_path, b"b")
+    assert release.promote(tmp_path, even_if_rolled_back=True).name == bad
+    assert release.promote(tmp_path).name == bad
+
+
+def test_rollback_to_a_damaged_release_is_refused_and_the_pointer_stays(tmp_path: Path) -> None:
+    write_draft(tmp_path, b"a")
+    first = release.promote(tmp_path).name
+    write_draft(tmp_path, b"b")
+    second = release.promote(tmp_path).name
+    (tmp_path / "releases" / first / "draft/model.safetensors").write_bytes(b"?")
+    with pytest.raises(DataError, match="not what its record says"):
+        release.rollback(tmp_path)
+    assert _pointer(tmp_path) == second
+
+
+def _promote_and_die(root: Path, where: str) -> None:
+    """Ends this process without any clean-up at the named place."""
+    if where == "copying":
+        release._fill = lambda folder, *_: ((folder / "draft").mkdir(), os._exit(9))  # type: ignore[assignment]
+    else:
+        release._append = lambda *_: os._exit(9)  # type: ignore[assignment]
+    release.promote(root)
+
+
+def _kill_while(root: Path, where: str) -> None:
+    dying = multiprocessing.get_context("fork").Process(target=_promote_and_die, args=(root, where))
+    dying.start()
+    dying.join(20)
+    assert dying.exitcode == 9
+
+
+def test_a_promotion_killed_while_copying_leaves_the_old_release_current_and_can_be_done_again(tmp_path: Path) -> None:
+    write_draft(tmp_path, b"a")
+    old = release.promote(tmp_path).name
+    write_draft(tmp_path, b"b")
+    _kill_while(tmp_path, "copying")
+    assert _pointer(tmp_path) == old
+    assert [p.parent.name for p in (tmp_path / "releases").glob("[!.]*/release.json")] == [old]
+    new = release.promote(tmp_path).name
+    assert _pointer(tmp_path) == new != old
+
+
+def test_a_promotion_killed_before_its_entry_is_told_by_the_next_writer(tmp_path: Path) -> None:
+    write_draft(tmp_path, b"a")
+    old = release.promote(tmp_path).name
+    write_draft(tmp_path, b"b")
+    _kill_while(tmp_path, "telling")
+    assert len(release.ledger(tmp_path)) == 1
+    assert release.rollback(tmp_path).name == old
+    assert [(e["action"], e.get("settled")) for e in release.ledger(tmp_path)] == [
+        ("promote", None),
+        ("promote", True),
+        ("rollback", None),
+    ]
+
+
+def test_an_entry_cut_off_by_a_crash_does_not_count_and_is_written_over(tmp_path: Path) -> None:
+    write_draft(tmp_path, b"a")
+    release.promote(tmp_path)
+    path = tmp_path / "releases/ledger.jsonl"
+    with path.open("a") as file:
+        file.write('{"action": "prom')
+    write_draft(tmp_path, b"b")
+    release.promote(tmp_path)
+    assert [json.loads(line)["action"] for line in path.read_text().splitlines()] == ["promote", "promote"]
+
+
+def test_a_second_writer_waits_and_then_says_who_must_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_draft(tmp_path)
+    monkeypatch.setattr("flows.release._LOCK_WAIT_S", 0.3)
+    with release._locked(tmp_path), pytest.raises(Refusal, match=r"under way\n.*releases/.lock(.|\n)*within 0.3 s"):
+        release.promote(tmp_path)
+    assert release.promote(tmp_path).name == release.current(tmp_path)
+
+
+def _promote(root: Path) -> None:
+    release.promote(root)
+
+
+def test_many_promotions_at_once_leave_one_release_and_one_entry(tmp_path: Path) -> None:
+    write_draft(tmp_path)
+    fork = multiprocessing.get_context("fork")
+    racing = [fork.Process(target=_promote, args=(tmp_path,)) for _ in range(8)]
+    for process in racing:
+        process.start()
+    for process in racing:
+        process.join(30)
+    assert [process.exitcode for process in racing] == [0] * 8
+    assert len(release.ledger(tmp_path)) == 1
+
+
+def test_the_list_marks_the_current_release(tmp_path: Path) -> None:
+    assert "No release yet" in release.list_releases(tmp_path)
+    write_draft(tmp_path, b"a")
+    first = release.promote(tmp_path).name
+    write_draft(tmp_path, b"b")
+    second = release.promote(tmp_path).name
+    lines = release.list_releases(tmp_path).splitlines()
+    assert lines[0].startswith(" ") and lines[0].endswith(first)
+    assert lines[1].startswith("*") and lines[1].endswith(second)
