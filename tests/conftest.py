@@ -23,7 +23,7 @@ if not os.environ.get("PATH", "").startswith(_bin):
     os.environ["PATH"] = f"{_bin}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def repo_root() -> Path:
     """The repository this test run is of."""
     return ROOT

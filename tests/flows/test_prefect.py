@@ -1,0 +1,259 @@
+"""The flow under a real Prefect server and process worker, deployed from prefect.yaml, on a graph of shell stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.flows.samples import ZERO, gate_report, git, make_repo, write_draft
+
+pytestmark = pytest.mark.slow
+_LIMIT_S = 150
+
+
+@dataclass
+class Server:
+    """A Prefect server, a worker on the pool of prefect.yaml, and the clone that is deployed."""
+
+    url: str
+    env: dict[str, str]
+    repo: Path
+    worker_log: Path
+
+    def cli(self, *words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "prefect", *words], cwd=self.repo, env=self.env, capture_output=True, text=True,
+            timeout=_LIMIT_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"prefect {' '.join(words)}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, headers={"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+    def start(self, deployment: str, **parameters: object) -> str:
+        """Order a run; gives its id."""
+        found = self.ask(f"/deployments/name/{deployment}")
+        run = self.ask(
+            f"/deployments/{found['id']}/create_flow_run", {"parameters": parameters, "state": {"type": "SCHEDULED"}}
+        )
+        return str(run["id"])
+
+    def end_of(self, run: str) -> dict[str, Any]:
+        """The run's last state."""
+        deadline = time.monotonic() + _LIMIT_S
+        while time.monotonic() < deadline:
+            state = self.ask(f"/flow_runs/{run}")["state"]
+            if state["type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
+                return state
+            time.sleep(0.5)
+        pytest.fail(f"run {run} did not end:\n{self.worker_log.read_text()[-4000:]}")
+
+    def tasks_of(self, run: str) -> dict[str, dict[str, Any]]:
+        """The run's tasks by name, once all have ended: their rows appear with a lag."""
+        wanted = {"flow_runs": {"id": {"any_": [run]}}}
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            rows = {row["name"]: row for row in self.ask("/task_runs/filter", wanted)}
+            if rows and all(
+                row["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED") for row in rows.values()
+            ):
+                return rows
+            time.sleep(0.5)
+        return rows
+
+    def artifacts_of(self, run: str) -> dict[str, str]:
+        rows = self.ask("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}})
+        return {row["key"]: str(row["data"]) for row in rows}
+
+
+GRAPH = """
+stages:
+  prepare: {cmd: "echo rows > rows.txt", params: [a], outs: [rows.txt]}
+  gate-training:
+    cmd: sh ./gate.sh
+    deps: [rows.txt, gate.sh, verdict.json]
+    outs: [reports/gates/training.json: {cache: false}]
+  serve-validate: {cmd: "echo served", deps: [rows.txt, reports/gates/training.json], always_changed: true}
+  benchmark: {cmd: "echo measured", deps: [rows.txt, reports/gates/training.json]}
+  train: {cmd: sh ./train.sh, deps: [train.sh]}
+"""
+GATE = "mkdir -p reports/gates\ncp verdict.json reports/gates/training.json\nsleep 1\ngrep -q '\"success\": true' verdict.json || { echo 'refused: no' >&2; exit 1; }\n"
+
+
+def _give_verdict(repo: Path, success: bool) -> None:
+    gate_report("training", ZERO, success).write(repo / "verdict.json")
+
+
+def _make_clone(root: Path, repo_root: Path) -> Path:
+    repo = make_repo(root, GRAPH.lstrip())
+    (repo / "gate.sh").write_text(GATE)
+    (repo / "train.sh").write_text("echo trained\n")
+    for part in ("flows", "stages"):
+        shutil.copytree(repo_root / part, repo / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(repo_root / "prefect.yaml", repo / "prefect.yaml")
+    write_draft(repo)
+    (repo / "dvc.lock").unlink()  # DVC writes its own
+    _give_verdict(repo, True)
+    git(repo, "add", "-A")
+    git(repo, "commit", "-qm", "a clone")
+    return repo
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(ready: Any, what: str, log: Path, limit_s: float = 120) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        try:
+            if ready():
+                return
+        except OSError:
+            pass
+        time.sleep(0.5)
+    pytest.fail(f"{what} not up after {limit_s:g} s:\n{log.read_text()[-4000:]}")
+
+
+def _start(words: list[str], env: dict[str, str], cwd: Path, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "prefect", *words], env=env, cwd=cwd, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+            process.wait(15)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("prefect")
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}/api"
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")} | {
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_URL": url,
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_CLI_PROMPT": "false",
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    repo = _make_clone(home / "clone", repo_root)
+    running = [_start(["server", "start", "--host", "127.0.0.1", "--port", str(port)], env, home, home / "server.log")]
+    it = Server(url, env, repo, home / "worker.log")
+    try:
+        _wait(lambda: it.ask("/health") is True, "server", home / "server.log")
+        it.cli("work-pool", "create", "draftline", "--type", "process")
+        it.cli("--no-prompt", "deploy", "--all")
+        running.append(_start(["worker", "start", "--pool", "draftline"], env, repo, it.worker_log))
+        yield it
+    finally:
+        for process in reversed(running):
+            _stop(process)
+
+
+def test_the_deployment_has_its_weekly_schedule_and_one_run_at_a_time(server: Server) -> None:
+    weekly = server.ask("/deployments/name/retrain/weekly")
+    assert [s["schedule"]["cron"] for s in weekly["schedules"] if s["active"]] == ["0 3 * * 1"]
+    assert weekly["global_concurrency_limit"]["limit"] == 1
+    assert weekly["concurrency_options"]["collision_strategy"] == "ENQUEUE"
+    assert server.ask("/deployments/name/rollback/rollback")["schedules"] == []
+
+
+def test_a_run_of_the_deployment_completes_with_its_tasks_artifacts_and_release(server: Server) -> None:
+    server.cli("deployment", "run", "retrain/weekly", "--watch")
+    run = server.ask("/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})[0]["id"]
+    state = server.end_of(run)
+    assert state["type"] == "COMPLETED", state
+    name = json.loads((server.repo / "releases/current.json").read_text())["release"]
+    assert state["message"] == f"Release {name}: accept length 1.60"
+    assert set(server.tasks_of(run)) == {"prepare", "gate-training", "serve-validate", "benchmark", "train"}
+    found = server.artifacts_of(run)
+    assert set(found) == {"gate-training", "accept-length", "throughput", "policy", "release"}
+    assert "# gate-training: passed" in found["gate-training"]
+    assert "coding" in found["accept-length"] and "1.30 (1.20..1.40)" in found["throughput"]
+
+
+def test_a_refusal_fails_the_run_in_the_gates_words_without_a_retry_and_promotes_nothing(server: Server) -> None:
+    pointer = server.repo / "releases/current.json"
+    before = pointer.read_bytes() if pointer.exists() else None
+    _give_verdict(server.repo, False)
+    try:
+        run = server.start("retrain/weekly")
+        state = server.end_of(run)
+    finally:
+        _give_verdict(server.repo, True)
+    assert state["type"] == "FAILED"
+    assert "gate-training refused the draft" in state["message"]
+    assert "got [0, 3, 16] (slot 0, slot 1); capture again with the points of params.yaml" in state["message"]
+    tasks = server.tasks_of(run)
+    assert tasks["gate-training"]["run_count"] == 1
+    assert set(tasks) == {"prepare", "gate-training"}
+    assert "**refused**" in server.artifacts_of(run)["gate-training"]
+    assert (pointer.read_bytes() if pointer.exists() else None) == before
+
+
+def _pid(path: Path) -> int:
+    _wait(lambda: path.exists() and path.read_text().strip(), str(path), path.parent / "train.sh")
+    return int(path.read_text())
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize("how", ["time limit", "cancelled"])
+def test_a_run_that_is_ended_leaves_no_child(server: Server, how: str) -> None:
+    pid_file = server.repo / "sleeper.pid"
+    pid_file.unlink(missing_ok=True)
+    (server.repo / "train.sh").write_text(f"# {how}\nsleep 300 & echo $! > sleeper.pid; wait\n")
+    try:
+        run = server.start("retrain/weekly", stage_time_limit_s=8 if how == "time limit" else 600)
+        sleeper = _pid(pid_file)
+        if how == "cancelled":
+            server.cli("flow-run", "cancel", run)
+        state = server.end_of(run)
+        _wait(lambda: _gone(sleeper), "the sleeper's end", server.worker_log, 40)
+    finally:
+        (server.repo / "train.sh").write_text("echo trained\n")
+    if how == "time limit":
+        assert state["type"] == "FAILED" and "took longer than it may" in state["message"]
+        assert server.tasks_of(run)["train"]["run_count"] == 1
+    else:
+        assert state["type"] == "CANCELLED"
+
+
+def test_a_rollback_with_nothing_before_it_fails_in_words(server: Server) -> None:
+    state = server.end_of(server.start("rollback/rollback"))
+    assert state["type"] == "FAILED"
+    assert "no release to roll back to" in state["message"]
