@@ -309,7 +309,7 @@ def _parity(e: Evidence, params: Params) -> Table:
         ],
     )
     rows["slots"], rows["slots_trained_on"] = len(slots), len(points)
-    do = "mend eagle_aux_hidden_state_layer_ids for this engine (README: points), export again: " + TRAIN
+    do = "mend eagle_aux_hidden_state_layer_ids for this engine and export again: " + TRAIN
     checks = (
         same(
             "slots",

@@ -91,15 +91,31 @@ def _target(evidence: Evidence, params: Params) -> Table:
     return Table("target", rows, "item", (check,))
 
 
+_TAKEN = (
+    "row_id",
+    "prompt_id",
+    "source",
+    "domain",
+    "split",
+    "finish",
+    "messages",
+    "repetitive",
+    "on_policy",
+    "prompt_tokens",
+)
+_COUNTED = ("tokens", "mask_tokens", "lowest_id", "highest_id", "strange_mask_values", "supervised_tokens")
+_COMPARED = ("longest_supervised_run", "first_supervised_token", "recomputed_row_id", "recomputed_prompt_id")
+_FACTS = [*_TAKEN, *_COUNTED, *_COMPARED, "begins_as_the_template", "opening_bos"]
+
+
 def row_facts(evidence: Evidence) -> DataFrame:
     """One line a row: counts and comparisons that plain expectations can judge."""
     import pandas as pd
 
     splits = evidence.rows.groupby("prompt_id")["split"].nunique()
     facts = [_facts(row, evidence) for row in evidence.rows.to_dict("records")]
-    frame = pd.DataFrame(facts)
-    if len(frame):
-        frame["splits_of_prompt"] = frame["prompt_id"].map(splits)
+    frame = pd.DataFrame(facts, columns=_FACTS)
+    frame["splits_of_prompt"] = frame["prompt_id"].map(splits)
     return frame
 
 
@@ -109,8 +125,7 @@ def _facts(row: dict[str, Any], evidence: Evidence) -> dict[str, Any]:
     supervised = np.flatnonzero(mask)
     first = int(supervised[0]) if len(supervised) else -1
     return {
-        **{k: row[k] for k in ("row_id", "prompt_id", "source", "domain", "split", "finish", "messages")},
-        **{k: row[k] for k in ("repetitive", "on_policy", "prompt_tokens")},
+        **{k: row[k] for k in _TAKEN},
         "tokens": len(ids),
         "mask_tokens": len(mask),
         "lowest_id": int(ids.min(initial=0)),

@@ -29,9 +29,10 @@ class Evidence:
     Args:
         manifest: data/merged/manifest.json.
         folders: folder, source, start, end, recorded_digest, found_digest, recorded_config, found_config,
-            capture (digest of the folder's capture spec), rows_stored, tokens, tokens_stored, slots, width, dtype.
+            capture (digest of the folder's capture spec), rows_stored, tokens, tokens_stored, slots, width, dtype,
+            fault (`none`, or why the folder cannot be opened).
         rows: row_id, times_prepared, times_captured, times_indexed, ids_equal, mask_equal, tokens, stored_tokens,
-            finite, zero_states, index_finds_it, split_equal.
+            not_finite, zero_states, constant_slots, index_finds_it, split_equal.
         slots: slot, claimed_point, nearest_point, claimed_distance, next_best_distance, tokens; auxiliary slots first,
             in order, then the last state with claimed point n.
         last: before_distance, after_distance, argmax_agreement, before_nll, after_nll, tokens.
@@ -93,6 +94,13 @@ def _folders(evidence: Evidence, params: Params) -> Table:
 def _folder_expectations(slots: int, width: int, dtype: str) -> tuple[Expectation, ...]:
     return (
         unique("folder", says="no folder twice", why="its rows would be trained on twice", do=MERGE),
+        among(
+            "fault",
+            ["none"],
+            says="the folder opens as its config says",
+            why="a file cut short or replaced has no rows that anyone could train on",
+            do="remove the folder, then " + EXTRACT,
+        ),
         same(
             "found_digest",
             "recorded_digest",
@@ -192,11 +200,19 @@ def _row_expectations() -> tuple[Expectation, ...]:
             EXTRACT,
         ),
         yes("mask_equal", "the stored loss mask is the prepared one", "supervision moves to other tokens", EXTRACT),
-        yes(
-            "finite",
-            "states are finite",
-            "one NaN ends in every weight; infinity is an overflow at capture",
-            "capture in float32 or bfloat16, not float16, then " + EXTRACT,
+        among(
+            "not_finite",
+            [0],
+            says="states are finite",
+            why="one NaN ends in every weight; infinity is an overflow at capture",
+            do="capture in float32 or bfloat16, not float16, then " + EXTRACT,
+        ),
+        among(
+            "constant_slots",
+            [0],
+            says="no slot holds one state for all tokens",
+            why="a buffer that was never refilled looks like states and says nothing",
+            do="remove the row's folder, then " + EXTRACT,
         ),
         among(
             "zero_states",
@@ -223,13 +239,12 @@ def _slots(evidence: Evidence, params: Params) -> Table:
         near = f"claims point {row['claimed_point']}, nearest is point {row['nearest_point']}"
         words.append(near if row["claimed_point"] == layers else f"{near} ({together})")
     rows["words"] = words
-    return Table("slots", rows, "slot", slot_expectations(params, "extract"))
+    return Table("slots", rows, "slot", _slot_expectations(params))
 
 
-def slot_expectations(params: Params, stage: str) -> tuple[Expectation, ...]:
-    """The layer proof, for stored states and for states that an engine feeds."""
+def _slot_expectations(params: Params) -> tuple[Expectation, ...]:
     gate = params.gates.training
-    again = f"compare capture.points with the engine's ids (README: points), then `dvc repro {stage}`"
+    again = "compare capture.points with the ids that the capturing engine was given, then `dvc repro extract`"
     return (
         same(
             "claimed_point",
@@ -308,11 +323,10 @@ def _vocabulary(evidence: Evidence, params: Params) -> Table:
 
     ids = evidence.target_ids
     rows = pd.DataFrame({"draft_id": range(len(ids)), "target_id": ids, "in_t2d": [i in evidence.in_t2d for i in ids]})
-    return Table("vocabulary", rows, "draft_id", vocabulary_expectations(params, MERGE))
+    return Table("vocabulary", rows, "draft_id", _vocabulary_expectations(params))
 
 
-def vocabulary_expectations(params: Params, again: str) -> tuple[Expectation, ...]:
-    """d2t and t2d, one row a draft id."""
+def _vocabulary_expectations(params: Params) -> tuple[Expectation, ...]:
     return (
         between(
             "target_id",
@@ -320,20 +334,20 @@ def vocabulary_expectations(params: Params, again: str) -> tuple[Expectation, ..
             params.target.vocab_size - 1,
             says="every draft id leads to a target id",
             why="d2t holds offsets: target id = draft id + d2t[draft id]; read as ids it leads out of the vocabulary",
-            do=again,
+            do=MERGE,
         ),
         unique(
             "target_id",
             says="no two draft ids mean the same token",
             why="its probability would be split between them",
-            do=again,
+            do=MERGE,
         ),
         among(
             "in_t2d",
             [True],
             says="t2d marks every token that d2t leads to",
             why="training looks at t2d and serving at d2t; where they differ the draft says another token",
-            do=again,
+            do=MERGE,
         ),
     )
 

@@ -1,0 +1,496 @@
+"""gate: judge what stands before a spend. `python -m stages.gate extraction | training | deployment`
+
+Gathers plain tables (this file alone knows where they come from), lets stages/gates judge them, writes the report, and
+exits 1 on a refusal; whatever was made before stays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
+from stages.contracts.errors import DataError, LineError, Refusal, run
+from stages.contracts.evidence import (
+    BENCHMARK_EVIDENCE,
+    POLICY,
+    SERVE_EVIDENCE,
+    TRAIN_METRICS,
+    BenchmarkEvidence,
+    ServeEvidence,
+    ServingPolicy,
+    TrainMetrics,
+)
+from stages.contracts.files import file_digest
+from stages.contracts.manifest import (
+    HIDDEN_STATES,
+    MERGED,
+    MERGED_MANIFEST,
+    PREPARED,
+    PREPARED_MANIFEST,
+    CapturedFolder,
+    CaptureManifest,
+    MergedManifest,
+    PreparedManifest,
+    TargetIdentity,
+)
+from stages.contracts.params import Params, load_params
+from stages.contracts.progress import progress
+from stages.contracts.release import RELEASES, ReleaseRecord
+from stages.contracts.report import GateName, GateReport, report_path
+from stages.gates import deployment, extraction, training
+from stages.gates._judge import Table, judge
+from stages.reporting.page import write_page
+from stages.targets import identify_target, load_target, locate_target
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from stages.capture.probe import ProbeRow
+    from stages.capture.store import RowStore
+    from stages.targets._decoder import Decoder
+
+Gathered = tuple[str, str, list[Table]]  # subject, its digest, tables
+
+
+def gather_extraction(params: Params) -> Gathered:
+    """Prepared rows and their files."""
+    import pandas as pd
+
+    manifest = PreparedManifest.read(PREPARED_MANIFEST)
+    folder = locate_target(params.target.origin)
+    prefix, bos = template_opening(folder)
+    evidence = extraction.Evidence(
+        manifest=manifest,
+        rows=prepared_rows(manifest),
+        files=pd.DataFrame(
+            [
+                {
+                    "file": str(path),
+                    "recorded": recorded,
+                    "found": file_digest(path) if path.exists() else "no such file",
+                }
+                for path, recorded in [
+                    *((PREPARED / s.name / "rows.parquet", s.rows_digest) for s in manifest.sources),
+                    (PREPARED / "out_of_distribution.parquet", manifest.out_of_distribution_digest),
+                    (PREPARED / "rejects.parquet", manifest.rejects_digest),
+                ]
+            ]
+        ),
+        target=identify_target(folder, params.target.name),
+        template_prefix=prefix,
+        bos_id=bos,
+    )
+    return "prepared rows", manifest.digest(), extraction.tables(evidence, params)
+
+
+def prepared_rows(manifest: PreparedManifest) -> DataFrame:
+    """Rows of all sources, one below the other; a file that is missing is the files table's business."""
+    import pandas as pd
+
+    frames = [pd.read_parquet(p) for s in manifest.sources if (p := PREPARED / s.name / "rows.parquet").exists()]
+    if not frames:
+        raise DataError("There are no prepared rows", where=str(PREPARED), do="run `dvc repro prepare`")
+    return pd.concat(frames, ignore_index=True)
+
+
+def template_opening(folder: Path) -> tuple[tuple[int, ...], int | None]:
+    """The ids that every conversation opens with, whatever it says, and the BOS id."""
+    from jinja2.exceptions import TemplateError
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "Zero."}
+    openings: list[list[int]] = []
+    for messages in ([user], [{"role": "user", "content": "Why?"}], [system, user]):
+        try:
+            openings.append(tokenizer.apply_chat_template(messages, return_dict=False))
+        except TemplateError:  # a template without a system role says so in this way
+            continue
+    common = 0
+    while all(len(o) > common for o in openings) and len({o[common] for o in openings}) == 1:
+        common += 1
+    return tuple(openings[0][:common]), tokenizer.bos_token_id
+
+
+def gather_training(params: Params) -> Gathered:
+    """Stored states against prepared rows and against the target run again; the draft vocabulary."""
+    import numpy as np
+    import torch
+    from safetensors.numpy import load_file
+
+    from stages.capture.store import RowStore
+
+    torch.set_num_threads(params.target.threads)
+    prepared, merged = PreparedManifest.read(PREPARED_MANIFEST), MergedManifest.read(MERGED_MANIFEST)
+    capture, store = CaptureManifest.read(HIDDEN_STATES / "data_config.json"), RowStore(HIDDEN_STATES)
+    folder = locate_target(params.target.origin)
+    rows = prepared_rows(prepared)
+    folders, stored = look_at_folders(merged.folders, store, rows)
+    vocabulary = load_file(MERGED / "vocabulary.safetensors")
+    target_ids = np.arange(len(vocabulary["d2t"])) + vocabulary["d2t"]
+    marked = frozenset(np.flatnonzero(vocabulary["t2d"]).tolist())
+    target = load_target(folder, params.target.device, params.target.dtype).pack()
+    greedy = prepared.temperature == 0
+    slots, last = probe(target, choose_rows(store, merged.folders, stored, params), params, greedy)
+    evidence = training.Evidence(
+        manifest=merged,
+        folders=folders,
+        rows=join_rows(rows, stored, store),
+        slots=slots,
+        last=last,
+        target_ids=tuple(target_ids.tolist()),
+        in_t2d=marked,
+        always=always_there(folder),
+        coverage=coverage(rows, marked, merged, params),
+        chain=training_chain(prepared, capture, merged, identify_target(folder, params.target.name), params),
+    )
+    return "merged rows and states", merged.digest(), training.tables(evidence, params)
+
+
+def look_at_folders(
+    folders: Sequence[CapturedFolder], store: RowStore, rows: DataFrame
+) -> tuple[DataFrame, dict[str, list[dict[str, Any]]]]:
+    """Facts a folder, and facts a stored row by row id. A folder that cannot be opened is a fact too."""
+    import pandas as pd
+    import torch
+
+    from stages.capture.probe import ProbeRow, row_faults
+    from stages.capture.store import ROWS
+
+    wanted = {
+        r: (torch.tensor(i), torch.tensor(m))
+        for r, i, m in zip(rows["row_id"], rows["input_ids"], rows["loss_mask"], strict=True)
+    }
+    facts: list[dict[str, Any]] = []
+    stored: dict[str, list[dict[str, Any]]] = {}
+    with progress(sum(f.tokens for f in folders), "gate-training: stored states", "tokens") as advance:
+        for f in folders:
+            fact, path = _blank_folder(f), store.root / f.name / ROWS
+            facts.append(fact)
+            fact["found_digest"] = file_digest(path) if path.exists() else "no such file"
+            try:
+                opened = store.folder(f.name)
+            except DataError as error:
+                fact["fault"] = f"{error.what} ({error.got})"
+                continue
+            spec, (T, S, H) = opened.config.capture, opened.states.shape
+            fact |= {"found_config": opened.config.digest(), "capture": spec.digest(), "slots": S, "width": H}
+            fact |= {"rows_stored": len(opened), "tokens_stored": T, "dtype": _dtype(opened.states)}
+            members = (ProbeRow(r, *(opened.row(i)[n] for n in (1, 2, 0))) for i, r in enumerate(opened.config.row_ids))
+            for i, fault in enumerate(row_faults(f.name, members, wanted)):
+                at = {"row_in_folder": i, "offset": int(opened.offsets[i])}
+                stored.setdefault(fault.row_id, []).append({**vars(fault), **at})
+            advance(f.tokens)
+    return pd.DataFrame(facts), stored
+
+
+def _blank_folder(f: CapturedFolder) -> dict[str, Any]:
+    known = {"folder": f.name, "source": f.source, "start": f.start, "end": f.end, "tokens": f.tokens}
+    recorded = {"recorded_digest": f.rows_digest, "recorded_config": f.config_digest}
+    unknown = {"found_config": "unread", "capture": "unread", "rows_stored": -1, "tokens_stored": -1}
+    return {**known, **recorded, **unknown, "slots": -1, "width": -1, "dtype": "unread", "fault": "none"}
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def join_rows(rows: DataFrame, stored: dict[str, list[dict[str, Any]]], store: RowStore) -> DataFrame:
+    """One line a row that is prepared, captured or indexed."""
+    import pandas as pd
+
+    index: dict[str, list[dict[str, Any]]] = {}
+    for entry in pd.read_parquet(MERGED / "index.parquet").to_dict("records"):
+        index.setdefault(entry["row_id"], []).append(entry)
+    times, lengths = Counter(rows["row_id"]), dict(zip(rows["row_id"], rows["input_ids"].map(len), strict=True))
+    split = dict(zip(rows["row_id"], rows["split"], strict=True))
+    lines: list[dict[str, Any]] = []
+    for row_id in dict.fromkeys([*times, *stored, *index]):
+        s, i = (stored.get(row_id) or [{}])[0], (index.get(row_id) or [{}])[0]
+        place = ("folder", "row_in_folder", "offset")
+        lines.append(
+            {
+                "row_id": row_id,
+                "folder": s.get("folder", "no folder"),
+                "times_prepared": times.get(row_id, 0),
+                "times_captured": len(stored.get(row_id, ())),
+                "times_indexed": len(index.get(row_id, ())),
+                "tokens": lengths.get(row_id, -1),
+                "stored_tokens": s.get("tokens", -1),
+                "ids_equal": bool(s.get("ids_equal", False)),
+                "mask_equal": bool(s.get("mask_equal", False)),
+                "not_finite": s.get("nan", 0) + s.get("inf", 0),
+                "zero_states": s.get("zero_states", 0),
+                "constant_slots": s.get("constant_slots", 0),
+                "index_finds_it": bool(s) and all(s.get(k) == i.get(k) for k in place),
+                "split_equal": split.get(row_id) == i.get("split"),
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def choose_rows(
+    store: RowStore, folders: Sequence[CapturedFolder], stored: dict[str, list[dict[str, Any]]], params: Params
+) -> list[ProbeRow]:
+    """A sample by hash, spread over the folders: the same rows for the same data, and no folder twice before all once."""
+    from stages.capture.probe import ProbeRow
+
+    def rank(row_id: str) -> str:
+        return hashlib.sha256(f"probe {row_id}".encode()).hexdigest()
+
+    by_folder: dict[str, list[str]] = {f.name: [] for f in folders}
+    for row_id in sorted((r for r, s in stored.items() if s[0]["tokens"] > 1), key=rank):
+        by_folder[stored[row_id][0]["folder"]].append(row_id)
+    order = sorted((ids for ids in by_folder.values() if ids), key=lambda ids: rank(ids[0]))
+    turns = [ids[turn] for turn in range(max(map(len, order), default=0)) for ids in order if len(ids) > turn]
+    chosen: list[ProbeRow] = []
+    for row_id in turns[: params.gates.training.probe_rows]:
+        at = stored[row_id][0]
+        states, ids, mask = store.row(at["folder"], at["row_in_folder"])
+        chosen.append(ProbeRow(row_id, ids, mask, states))
+    if not chosen:
+        raise DataError(
+            "No stored row can be read, so no layer can be proved",
+            where=str(HIDDEN_STATES),
+            expected="rows of two tokens or more",
+            do="run `dvc repro extract`",
+        )
+    return chosen
+
+
+def probe(
+    target: Decoder, rows: Sequence[ProbeRow], params: Params, greedy: bool
+) -> tuple[DataFrame, dict[str, float]]:
+    """Each slot against every point of the target, and the last state read before and after the final norm."""
+    import pandas as pd
+
+    from stages.capture.probe import probe_norm, probe_rows
+
+    slots = pd.DataFrame([vars(s) for s in probe_rows(target, rows, params.capture.points)])
+    slots["slot"] = [f"slot {i}" for i in slots["slot"]]
+    norm = probe_norm(target, rows)
+    agreement = norm.before_agreement if greedy else _agreement(target, rows)
+    last = {n: getattr(norm, n) for n in ("before_distance", "after_distance", "before_nll", "after_nll", "tokens")}
+    return slots, {**last, "argmax_agreement": agreement}
+
+
+def _agreement(target: Decoder, rows: Sequence[ProbeRow]) -> float:
+    """Share of supervised tokens where stored and recomputed last states have one argmax: for answers that were sampled
+    or given, where the token itself need not be the target's first choice."""
+    equal, total = 0, 0
+    for row in rows:
+        said = row.loss_mask.bool()
+        again = target.packed(row.input_ids.long().to(target.device), [len(row.input_ids)]).last[said]
+        stored = row.states[said, -1].to(again)
+        equal += int((target.logits(again).argmax(-1) == target.logits(stored).argmax(-1)).sum())
+        total += int(said.sum())
+    return equal / max(total, 1)
+
+
+def always_there(folder: Path) -> dict[str, int]:
+    """EOS and the tokenizer's special tokens, by name."""
+    config, tokenizer = (json.loads((folder / n).read_text()) for n in ("config.json", "tokenizer.json"))
+    eos = config.get("eos_token_id")
+    named = {
+        str(t["content"]): int(t["id"]) for t in tokenizer.get("added_tokens", []) if t["id"] < config["vocab_size"]
+    }
+    ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return {**named, **{f"end of sequence {i}": int(i) for i in ends if i not in named.values()}}
+
+
+def coverage(rows: DataFrame, marked: frozenset[int], merged: MergedManifest, params: Params) -> DataFrame:
+    """Share of supervised tokens that the draft can say, counted again."""
+    import numpy as np
+    import pandas as pd
+
+    known = np.zeros(max(merged.target.vocab_size, max(marked, default=0) + 1), bool)
+    known[list(marked)] = True
+    said = [np.asarray(i)[np.asarray(m) == 1] for i, m in zip(rows["input_ids"], rows["loss_mask"], strict=True)]
+    counted = rows[["split", "domain"]].assign(hits=[int(known[s].sum()) for s in said], total=[len(s) for s in said])
+    gate, was = params.gates.training, merged.coverage
+    held = counted[counted["split"] == "held_out"]
+    sets = [
+        ("train", counted[counted["split"] == "train"], was.train, gate.min_train_coverage),
+        ("held out", held, was.held_out, gate.min_held_out_coverage),
+        *((f"held out, {d}", held[held["domain"] == d], c, 0.0) for d, c in sorted(was.by_domain_held_out.items())),
+    ]
+    lines: list[dict[str, Any]] = []
+    for name, part, recorded, least in sets:
+        share = float(part["hits"].sum() / max(part["total"].sum(), 1))
+        words = f"{share:.1%} of {part['total'].sum()} tokens, least {least:.1%}"
+        lines.append(
+            {"set": name, "recorded": round(recorded, 9), "found": round(share, 9), "least": least, "words": words}
+        )
+    return pd.DataFrame(lines)
+
+
+def training_chain(
+    prepared: PreparedManifest, capture: CaptureManifest, merged: MergedManifest, target: TargetIdentity, params: Params
+) -> DataFrame:
+    """What has to be equal along prepared rows, states and merged set."""
+    import pandas as pd
+
+    pairs: list[tuple[str, Any, Any]] = [
+        ("prepared rows of the merged set", prepared.digest(), merged.prepared_digest),
+        ("prepared rows of the states", prepared.digest(), capture.prepared_digest),
+        ("states of the merged set", capture.digest(), merged.capture_digest),
+        ("index.parquet", merged.index_digest, file_digest(MERGED / "index.parquet")),
+        ("vocabulary.safetensors", merged.vocabulary_digest, file_digest(MERGED / "vocabulary.safetensors")),
+        ("weights that the states were captured from", target.weights_digest, merged.capture.weights_digest),
+        ("weights that answered", target.weights_digest, merged.target.weights_digest),
+        ("tokenizer", target.tokenizer_digest, merged.target.tokenizer_digest),
+        ("chat template", target.template_digest, merged.target.template_digest),
+        ("points", list(params.capture.points), list(merged.capture.points)),
+        ("layers", params.target.layers, merged.capture.layers),
+        ("hidden size", params.target.hidden_size, merged.capture.hidden_size),
+        ("compute dtype", params.target.dtype, merged.capture.compute_dtype),
+    ]
+    return pd.DataFrame([{"item": i, "expected": str(e), "found": str(f)} for i, e, f in pairs])
+
+
+def gather_deployment(params: Params) -> Gathered:
+    """The draft's files, what was measured with them, and the last release."""
+    record = DraftRecord.read(DRAFT / DRAFT_RECORD)
+    merged = MergedManifest.read(MERGED_MANIFEST)
+    if merged.digest() != record.merged_digest:
+        raise DataError(
+            "The merged set here is not the one that the draft was trained on",
+            where=str(MERGED_MANIFEST),
+            expected=record.merged_digest,
+            got=merged.digest(),
+            do="run `dvc repro train`, or `dvc checkout` to bring data and draft into step",
+        )
+    config = json.loads((DRAFT / "config.json").read_text())
+    tensors, d2t, marked = look_at_tensors(DRAFT / "model.safetensors")
+    evidence = deployment.Evidence(
+        record=record,
+        config=config,
+        config_points=config_points(config, record),
+        tensors=tensors,
+        d2t=d2t,
+        in_t2d=marked,
+        weights_digest=file_digest(DRAFT / "model.safetensors"),
+        config_digest=file_digest(DRAFT / "config.json"),
+        target=identify_target(locate_target(params.target.origin), params.target.name),
+        train=TrainMetrics.read(TRAIN_METRICS),
+        serve=ServeEvidence.read(SERVE_EVIDENCE),
+        benchmark=BenchmarkEvidence.read(BENCHMARK_EVIDENCE),
+        policy=ServingPolicy.read(POLICY),
+        reports=(GateReport.read(report_path("extraction")), GateReport.read(report_path("training"))),
+        prepared_digest=merged.prepared_digest,
+        release=last_release(),
+    )
+    return "draft", record.digest(), deployment.tables(evidence, params)
+
+
+def config_points(config: dict[str, Any], record: DraftRecord) -> tuple[int, ...]:
+    """What the engine in the record makes of config.json's layer ids; none when it could not capture them."""
+    from stages.capture.dialects import points_of
+    from stages.contracts.errors import EngineError
+
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    dialect, model_type = record.exported_for, record.target.model_type
+    if dialect == "in_process":  # reads the ids as SGLang does for Llama and Qwen targets
+        dialect, model_type = "sglang", ""
+    try:
+        return points_of(ids, dialect, model_type, record.target.layers)
+    except EngineError:
+        return ()
+
+
+def look_at_tensors(path: Path) -> tuple[DataFrame, tuple[int, ...], frozenset[int]]:
+    """Facts a tensor; d2t; the ids that t2d marks."""
+    import pandas as pd
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    facts = [
+        {"tensor": n, "shape": str(list(t.shape)), "dtype": _dtype(t), "finite": bool(t.isfinite().all())}
+        for n, t in sorted(tensors.items())
+    ]
+    d2t = tuple(tensors["d2t"].flatten().tolist()) if "d2t" in tensors else ()
+    marked = frozenset(tensors["t2d"].flatten().nonzero()[:, 0].tolist()) if "t2d" in tensors else frozenset()
+    return pd.DataFrame(facts, columns=["tensor", "shape", "dtype", "finite"]), d2t, marked
+
+
+def last_release(root: Path = RELEASES) -> ReleaseRecord | None:
+    """The release that releases/current.json points at, if there is one."""
+    pointer = root / "current.json"
+    if not pointer.exists():
+        return None
+    return ReleaseRecord.read(root / json.loads(pointer.read_text())["release"] / "release.json")
+
+
+GATHER: dict[str, Callable[[Params], Gathered]] = {
+    "extraction": gather_extraction,
+    "training": gather_training,
+    "deployment": gather_deployment,
+}
+
+
+def summary(report: GateReport) -> str:
+    """The report for a terminal: counts, then each failed check in full."""
+    failed = [c for c in report.checks if not c.success]
+    tables = dict.fromkeys(c.table for c in report.checks)
+    lines = [f"gate-{report.gate}: {report.subject} {report.subject_digest[:19]}"]
+    for table in tables:
+        checks = [c for c in report.checks if c.table == table]
+        bad = sum(not c.success for c in checks)
+        lines.append(f"  {table:<20} {len(checks):>3} checks, " + (f"{bad} failed" if bad else "all passed"))
+    for c in failed:
+        parts = (
+            ("where", "; ".join(c.failing)),
+            ("expected", c.expected),
+            ("got", c.actual),
+            ("why", c.why),
+            ("do", c.do),
+        )
+        lines += ["", f"  failed: {c.table}: {c.assertion}", *(f"    {n + ':':<10}{v}" for n, v in parts if v)]
+    return "\n".join(lines)
+
+
+def choose(arguments: Sequence[str]) -> GateName:
+    """The one selector on the command line.
+
+    Raises:
+        LineError: none, or not a gate.
+    """
+    names = get_args(GateName)
+    if len(arguments) != 1 or arguments[0] not in names:
+        raise LineError(
+            "Which gate?",
+            where="command line",
+            expected=f"one of {', '.join(names)}",
+            got=" ".join(arguments) or "nothing",
+        )
+    return next(n for n in names if n == arguments[0])
+
+
+def main() -> None:
+    gate = choose(sys.argv[1:])
+    params = load_params()
+    subject, digest, tables = GATHER[gate](params)
+    report = judge(gate, subject, digest, tables)
+    report.write(report_path(gate))
+    if gate == "deployment" or not report.success:
+        write_page()
+    print(summary(report))
+    failed = [c.assertion for c in report.checks if not c.success]
+    if failed:
+        raise Refusal(
+            f"gate-{gate}: {len(failed)} of {len(report.checks)} checks failed",
+            where=str(report_path(gate)),
+            expected="every check passes before more is spent",
+            got="; ".join(failed),
+            do="do what each failed check says, then `dvc repro`; reports/index.html shows them all",
+        )
+
+
+if __name__ == "__main__":
+    run(main)
