@@ -1,0 +1,16 @@
+# SGLang serving the current release. Mount the target at /target and releases/<name>/draft at /draft, both read-only.
+# The version is that of stages/engines/sglang.py: a newer server numbers layers and reports figures as it likes, so
+# raise it only together with a run of gate-deployment.
+ARG SGLANG_VERSION=v0.5.23
+FROM lmsysorg/sglang:${SGLANG_VERSION}
+
+RUN useradd --uid 10001 --create-home line
+USER line
+ENV HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 DRAFT_STEPS=3
+EXPOSE 30000
+HEALTHCHECK --interval=30s --timeout=5s --start-period=600s CMD curl -fsS http://127.0.0.1:30000/health || exit 1
+# A chain (topk 1) proposes DRAFT_STEPS tokens and verifies one more.
+CMD exec python3 -m sglang.launch_server --host 0.0.0.0 --port 30000 --model-path /target \
+    --speculative-algorithm EAGLE3 --speculative-draft-model-path /draft \
+    --speculative-num-steps "$DRAFT_STEPS" --speculative-eagle-topk 1 \
+    --speculative-num-draft-tokens "$((DRAFT_STEPS + 1))" --enable-metrics
