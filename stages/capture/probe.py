@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stages.contracts.errors import DataError
+
 if TYPE_CHECKING:
     from stages.targets._decoder import Decoder
 
@@ -62,9 +64,10 @@ class NormProbe:
 
     *_distance: median relative L2 to the target's own last state, read that way; *_agreement: share of supervised
     tokens that the stored state's argmax reproduces when its logits are taken that way; *_nll: mean negative
-    log-likelihood of the supervised tokens, nats; reading: `before_final_norm` or `after_final_norm`, whichever is
-    nearer in value; rows, tokens: rows and supervised tokens judged. A wrong reading may leave the argmax nearly intact:
-    distance and likelihood tell.
+    log-likelihood of the supervised tokens, nats, and target_nll: by the target's own recomputed state, which the right
+    reading reproduces; reading: `before_final_norm` or `after_final_norm`, whichever is nearer in value; rows, tokens:
+    rows and supervised tokens judged. A wrong reading may leave the argmax nearly intact and make the distribution too
+    sharp or too flat: distance and likelihood tell.
     """
 
     reading: str
@@ -74,6 +77,7 @@ class NormProbe:
     after_agreement: float
     before_nll: float
     after_nll: float
+    target_nll: float
     rows: int
     tokens: int
 
@@ -127,9 +131,13 @@ def nearest_points(
         slots: states [L, S, H] of each row, as stored or as an engine feeds them.
         claimed: the point that each slot is said to hold.
         max_tokens: tokens of a row that are compared; at least 2 are needed.
+
+    Raises:
+        DataError: no row of two tokens.
     """
     per_row = [distances(target, i[:max_tokens], s[:max_tokens]) for i, s in zip(ids, slots, strict=True) if len(i) > 1]
-    assert per_row, "no row with two tokens to compare"
+    if not per_row:
+        raise DataError("No row to probe", expected="a row of two tokens or more", got=f"{len(ids)} rows, none as long")
     median_SN = torch.cat(per_row).median(0).values
     tokens = sum(len(row) for row in per_row)
     return [_slot(slot, claimed[slot], median_SN[slot].tolist(), len(per_row), tokens) for slot in range(len(claimed))]
@@ -166,16 +174,17 @@ def probe_norm(target: Decoder, rows: Sequence[ProbeRow], max_tokens: int = _MAX
     Agreement is a check on rows that the target answered greedily; on others it is merely informative.
     """
     apart: list[Tensor] = []
-    hits, nll, tokens = torch.zeros(2), torch.zeros(2), 0
+    hits, nll, tokens = [0, 0, 0], [0.0, 0.0, 0.0], 0
     for row in rows:
-        ids, last = row.input_ids[:max_tokens].long(), row.states[:max_tokens, -1]
-        apart.append(distances(target, ids, last[:, None])[:, 0, -2:])
-        asked = row.loss_mask[1 : len(ids)].bool().nonzero()[:, 0]
-        label = ids[1:][asked].to(target.device)
-        read = last[asked].to(target.device).to(target.embedding.dtype)
-        for reading, logits in enumerate((target.logits(read), target.head(read).float())):
-            hits[reading] += float((logits.argmax(-1) == label).sum())
-            nll[reading] += float(F.cross_entropy(logits, label, reduction="sum"))
+        ids, stored = row.input_ids[:max_tokens].long().to(target.device), row.states[:max_tokens, -1]
+        apart.append(distances(target, ids, stored[:, None])[:, 0, -2:])
+        asked = row.loss_mask[1:max_tokens].bool().nonzero()[:, 0].to(target.device)
+        label = ids[1:][asked]
+        read = stored.to(target.device)[asked].to(target.embedding.dtype)
+        own = target.packed(ids, [len(ids)]).last[asked]
+        for i, logits in enumerate((target.logits(read), target.head(read).float(), target.logits(own))):
+            hits[i] += int((logits.argmax(-1) == label).sum())
+            nll[i] += float(F.cross_entropy(logits, label, reduction="sum"))
         tokens += len(asked)
     before, after = torch.cat(apart).median(0).values.tolist()
     count = max(tokens, 1)
@@ -183,10 +192,11 @@ def probe_norm(target: Decoder, rows: Sequence[ProbeRow], max_tokens: int = _MAX
         reading="before_final_norm" if before <= after else "after_final_norm",
         before_distance=before,
         after_distance=after,
-        before_agreement=float(hits[0]) / count,
-        after_agreement=float(hits[1]) / count,
-        before_nll=float(nll[0]) / count,
-        after_nll=float(nll[1]) / count,
+        before_agreement=hits[0] / count,
+        after_agreement=hits[1] / count,
+        before_nll=nll[0] / count,
+        after_nll=nll[1] / count,
+        target_nll=nll[2] / count,
         rows=len(rows),
         tokens=tokens,
     )
