@@ -173,27 +173,32 @@ class InProcess:
     def _prefill(self, waiting: list[tuple[int, Request]], concurrency: int, keep: bool) -> None:
         """Give slots to waiting requests, run their prompts in one pass and choose their first tokens."""
         batch: list[Running] = []
-        tokens = 0
-        while waiting and len(self._running) + len(batch) < concurrency:
+        first_of: dict[tuple[int, ...], int] = {}  # equal prompts are run once, in the slot of the first of them
+        tokens, free = 0, len(self._running)
+        while waiting and free + len(batch) < concurrency:
             order, request = waiting[-1]
-            if batch and tokens + len(request.prompt_ids) > _PREFILL_TOKENS:
+            new = 0 if request.prompt_ids in first_of else len(request.prompt_ids)
+            if batch and tokens + new > _PREFILL_TOKENS:
                 break
-            tokens += len(request.prompt_ids)
+            tokens += new
+            first_of.setdefault(request.prompt_ids, free + len(batch))
             batch.append(Running(request, self._eos, list(request.prompt_ids), order))
             waiting.pop()
-        first = len(self._running)
-        lengths = [len(r.tokens) for r in batch]
-        ids_T = self._tensor([t for r in batch for t in r.tokens])
-        slots = range(first, first + len(batch))
+        lengths = [len(prompt) for prompt in first_of]
+        ids_T = self._tensor([t for prompt in first_of for t in prompt])
         points = self.draft.points if keep and self.draft else ()
-        stream = self.target.packed(ids_T, lengths, points, self._cache, slots)
+        stream = self.target.packed(ids_T, lengths, points, self._cache, list(first_of.values()))
         ends = self._tensor(lengths).cumsum(0)
         if points:
-            aux = stream.aux(points)
-            for slot, length, end in zip(slots, lengths, ends.tolist(), strict=True):
-                self._states(aux.shape[-1])[slot, :length] = aux[end - length : end]
+            for slot, aux in zip(first_of.values(), stream.aux(points).split(lengths), strict=True):
+                self._states(aux.shape[-1])[slot, : len(aux)] = aux
+        for slot, r in enumerate(batch, start=free):
+            if slot != (source := first_of[r.request.prompt_ids]):
+                self._copy(source, slot)
+        row_of = {prompt: row for row, prompt in enumerate(first_of)}
+        rows = self._tensor([row_of[r.request.prompt_ids] for r in batch])
         self._running += batch
-        chosen = self._choose(self.target.logits(stream.last[ends - 1]), batch)
+        chosen = self._choose(self.target.logits(stream.last[ends - 1])[rows], batch)
         for r, token in zip(batch, chosen, strict=True):
             r.take([token])
             r.first_token_ms = (time.perf_counter() - r.admitted_s) * 1e3
@@ -287,16 +292,16 @@ class InProcess:
             last = self._running.pop()
             if last is not done:
                 self._running[slot] = last
-                self._move(len(self._running), slot)
+                self._copy(len(self._running), slot)
+                if self.draft is not None and last.fed:
+                    self.draft.move(len(self._running), slot)
             if on_answer is not None:
                 on_answer(answers[done.order])
 
-    def _move(self, source: int, to: int) -> None:
+    def _copy(self, source: int, to: int) -> None:
         self._cache.move(source, to)
         if self._aux is not None:
             self._aux[to] = self._aux[source]
-        if self.draft is not None and self._running[to].fed:
-            self.draft.move(source, to)
 
     def _states(self, width: int) -> Tensor:
         """Room for the states of every slot [slots, positions, F], made when first wanted."""

@@ -224,3 +224,15 @@ def test_an_unknown_engine_is_named_beside_those_there_are(tmp_path: Path) -> No
     assert engines.load("in_process").NAME == "in_process"
     with pytest.raises(EngineError, match="in_process"):
         engines.load("warp_drive")
+
+
+def test_equal_prompts_are_run_once_and_answered_each(target: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [*ragged(3, seed=9), *ragged(3, seed=9)]
+    expected = [plainly(target, r) for r in requests]
+    tokens: list[int] = []
+    packed = target.packed
+    monkeypatch.setattr(target, "packed", lambda ids, *rest: (tokens.append(len(ids)), packed(ids, *rest))[1])
+    for draft, steps in ((None, 0), (random_draft(target), 2)):
+        engine = InProcess(target, draft, slots=6, positions=64)
+        assert [a.ids for a in engine.generate(requests, concurrency=6, draft_steps=steps)] == expected
+    assert tokens == [sum(len(r.prompt_ids) for r in requests[:3])] * 2
