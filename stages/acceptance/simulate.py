@@ -10,6 +10,7 @@ same as long as all before were accepted, and what comes after a rejection is th
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 from stages.acceptance.lengths import Answer
@@ -47,3 +48,30 @@ def replay(answer: Sequence[int], drafted: Sequence[Sequence[int]], max_new_toke
         accepted.append(kept)
         emitted = min(end, emitted + kept + 1)
     return Answer(end, tuple(accepted))
+
+
+def replay_rows(
+    input_ids: Sequence[int],
+    loss_mask: Sequence[int],
+    lengths: Sequence[int],
+    prompt_tokens: Sequence[int],
+    roots: Sequence[int],
+    drafted: Sequence[Sequence[int]],
+    max_new_tokens: int | None = None,
+) -> list[Answer]:
+    """Replay the first answer of every row of a packed batch.
+
+    Args:
+        input_ids, loss_mask: of all rows, laid end to end; `lengths` says where each ends.
+        prompt_tokens: of every row.
+        roots: places in the batch from which tokens were drafted, ascending: at least all p with p+1 and p+2 supervised.
+        drafted: target ids drafted from each root.
+    """
+    answers, start = [], 0
+    for length, prompt in zip(lengths, prompt_tokens, strict=True):
+        part = slice(start, start + length)
+        answer = answer_of(input_ids[part], loss_mask[part], prompt)
+        first = bisect.bisect_left(roots, start + prompt - 1)
+        answers.append(replay(answer, drafted[first : first + max(0, len(answer) - 1)], max_new_tokens))
+        start += length
+    return answers

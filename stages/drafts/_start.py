@@ -2,65 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from stages.drafts._module import Eagle3
+from stages.drafts._loss import Teacher
+from stages.drafts._module import Eagle3, Eagle3Config
 
-_SCALE = 0.02
+if TYPE_CHECKING:
+    from stages.targets._decoder import Decoder
+
+_SCALE = 0.02  # of whatever starts as noise, the usual one for this width
 
 
-@dataclass(frozen=True)
-class Donor:
-    """Plain tensors of the target. `head` [D, H] are its lm_head's rows for the draft vocabulary, in draft id order; the
-    rest is its last decoder layer and final norm; qkv [(heads + 2·kv heads)·D, H], gate_up [2·I, H]."""
+def start_draft(
+    target: Decoder,
+    target_ids: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    seed: int,
+) -> tuple[Eagle3, Teacher]:
+    """The draft as training starts from it, and the target's head to learn from; both float32 on the target's device.
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    head: Tensor
-    norm: Tensor
-    input_norm: Tensor
-    qkv: Tensor
-    out: Tensor
-    post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    Args:
+        target: not packed, for its weights are read.
+        target_ids: target id of every draft id, ascending, i64.
+    """
+    c = target.config
+    config = Eagle3Config(
+        hidden_size=c.hidden_size,
+        intermediate_size=intermediate_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=c.vocab_size,
+        draft_vocab_size=len(target_ids),
+        eps=c.eps,
+        rope_theta=c.rope_theta,
+        max_positions=c.max_positions,
+        bos_id=c.bos_id,
+        eos_ids=c.eos_ids,
+    )
+    ids = target_ids.to(target.device)
+    teacher = Teacher(target.norm.float(), target.head_weight[ids].float(), c.eps, ids, c.vocab_size)
+    draft = Eagle3(config, target.embedding.float())
+    initialise(draft, target, teacher, seed)
+    return draft.to(target.device), teacher
 
 
 @torch.no_grad()
-def initialise(draft: Eagle3, donor: Donor, seed: int, variant: str = "layer") -> None:
+def initialise(draft: Eagle3, target: Decoder, teacher: Teacher, seed: int, variant: str = "layer") -> None:
     """Fill the draft's parameters, deterministically.
 
     Head and final norm are the target's. g starts as the high point's state (fc is the identity on slot 2, small noise
     elsewhere); the layer starts as the target's last, where the sizes agree, reading g alone: the half that reads the
-    token's embedding starts small. What does not fit starts as small noise.
+    token's embedding starts as small noise, and so does what does not fit.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in draft.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=_SCALE, generator=generator)
-    draft.lm_head.weight.copy_(donor.head)
-    draft.norm.weight.copy_(donor.norm)
-    c, layer = draft.config, draft.midlayer
-    H = c.hidden_size
-    if "fc" in variant or variant == "layer":
+    draft.lm_head.weight.copy_(teacher.head)
+    draft.norm.weight.copy_(teacher.norm)
+    c, layer, last, H = draft.config, draft.midlayer, target.layers[-1], draft.config.hidden_size
+    if variant in ("fc", "layer"):
         draft.fc.weight.mul_(0.1)
         draft.fc.weight[:, 2 * H :] += torch.eye(H)
-    if variant == "fc":
+    if variant in ("fc", "head"):
         return
-    if variant == "head":
-        return
-    layer.hidden_norm.weight.copy_(donor.input_norm)
-    layer.post_attention_layernorm.weight.copy_(donor.post_norm)
-    if (c.heads, c.kv_heads, c.head_dim) == (donor.heads, donor.kv_heads, donor.head_dim):
-        parts = donor.qkv.split([n * c.head_dim for n in (c.heads, c.kv_heads, c.kv_heads)])
-        for name, part in zip("qkv", parts, strict=True):
-            getattr(layer.self_attn, f"{name}_proj").weight[:, H:] = part
-        layer.self_attn.o_proj.weight.copy_(donor.out)
-    if donor.down.shape == layer.mlp.down_proj.weight.shape:
-        for linear, part in zip((layer.mlp.gate_proj, layer.mlp.up_proj), donor.gate_up.chunk(2), strict=True):
+    layer.hidden_norm.weight.copy_(last.input_norm)
+    layer.post_attention_layernorm.weight.copy_(last.post_norm)
+    qkv, out, gate_up, down = (x.weight for x in (last.qkv, last.out, last.gate_up, last.down))
+    assert qkv is not None and out is not None and gate_up is not None and down is not None, "packed weights are gone"
+    if (c.heads, c.kv_heads, c.head_dim) == (target.config.heads, target.config.kv_heads, target.config.head_dim):
+        parts = qkv.split([n * c.head_dim for n in (c.heads, c.kv_heads, c.kv_heads)])
+        attention = layer.self_attn
+        for linear, part in zip((attention.q_proj, attention.k_proj, attention.v_proj), parts, strict=True):
+            linear.weight[:, H:] = part
+        attention.o_proj.weight.copy_(out)
+    if down.shape == layer.mlp.down_proj.weight.shape:
+        for linear, part in zip((layer.mlp.gate_proj, layer.mlp.up_proj), gate_up.chunk(2), strict=True):
             linear.weight.copy_(part)
-        layer.mlp.down_proj.weight.copy_(donor.down)
+        layer.mlp.down_proj.weight.copy_(down)

@@ -1,0 +1,205 @@
+"""stages/train.py on the tiny line: what it writes, exact resume, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stages import extract, merge, train
+from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
+from stages.contracts.errors import DataError, LineError, Refusal
+from stages.contracts.evidence import TRAIN_CURVES, TRAIN_METRICS, TrainMetrics
+from stages.contracts.files import file_digest
+from stages.contracts.manifest import HIDDEN_STATES, MERGED, MERGED_MANIFEST, MergedManifest
+from stages.contracts.report import report_path
+from stages.drafts.eagle3 import Trainer, read_draft
+from tests import line, tiny
+
+
+@pytest.fixture(scope="module")
+def merged_line(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which everything up to gate-training has run."""
+    root = tmp_path_factory.mktemp("line")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        target = tiny.make_target(root / "target")
+        line.write_params(root, target)
+        prepared = line.write_prepared(root, target)
+        line.write_gate_report(root, "extraction", prepared.digest())
+        extract.main()
+        merge.main()
+        line.write_gate_report(root, "training", MergedManifest.read(MERGED_MANIFEST).digest())
+    return root
+
+
+@pytest.fixture
+def here(merged_line: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the line, as the current folder."""
+    shutil.copytree(merged_line, tmp_path / "line")
+    monkeypatch.chdir(tmp_path / "line")
+    set_params(Path())
+    threads = torch.get_num_threads()
+    yield Path()
+    torch.set_num_threads(threads)
+
+
+def set_params(here: Path, **values: object) -> None:
+    line.write_params(here, (here / "target").absolute(), {"train": values})
+
+
+def test_a_run_leaves_a_draft_its_record_metrics_and_curves(here: Path) -> None:
+    train.main()
+    record, merged = DraftRecord.read(DRAFT / DRAFT_RECORD), MergedManifest.read(MERGED_MANIFEST)
+    assert record.merged_digest == merged.digest() and record.points == tiny.POINTS
+    assert record.layer_ids == tuple(p - 1 for p in tiny.POINTS) == read_draft(DRAFT).layer_ids
+    assert record.weights_digest == file_digest(DRAFT / "model.safetensors")
+    metrics = TrainMetrics.read(TRAIN_METRICS)
+    assert metrics.draft_digest == record.digest()
+    assert metrics.overall.requests == merged.held_out_rows == sum(a.requests for a in metrics.by_domain.values())
+    curve = list(csv.DictReader((TRAIN_CURVES / "held_out.csv").open()))
+    assert [row["step"] for row in curve] == ["6", "12"]
+    assert max(float(row["accept_length"]) for row in curve) == pytest.approx(metrics.overall.accept_length, abs=1e-5)
+    assert [row["step"] for row in csv.DictReader((TRAIN_CURVES / "training.csv").open())] == ["10"]
+    assert not list(train.WORK.glob("*"))
+
+
+def test_twice_the_same_run_is_the_same_bytes(here: Path) -> None:
+    train.main()
+    first = DraftRecord.read(DRAFT / DRAFT_RECORD)
+    train.main()
+    assert DraftRecord.read(DRAFT / DRAFT_RECORD) == first
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the run die in the step after `step`, as a killed process would."""
+    whole = Trainer.train
+
+    def train_or_die(self: Trainer, batch: object) -> object:
+        if self.step == step:
+            raise KeyboardInterrupt
+        return whole(self, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "train", train_or_die)
+
+
+def test_ten_steps_and_ten_resumed_are_the_bits_of_twenty(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_params(here, optimizer_steps=20, checkpoint_every=5, evaluate_every=4)
+    train.main()
+    whole = (DraftRecord.read(DRAFT / DRAFT_RECORD), TRAIN_METRICS.read_bytes())
+    curves = {p.name: p.read_bytes() for p in TRAIN_CURVES.iterdir()}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(13, patch)
+        train.main()
+    (point,) = train.WORK.glob("*/step_*")
+    assert point.name == "step_000010"
+    train.main()
+    assert (DraftRecord.read(DRAFT / DRAFT_RECORD), TRAIN_METRICS.read_bytes()) == whole
+    assert {p.name: p.read_bytes() for p in TRAIN_CURVES.iterdir()} == curves
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run killed after its first resume point; returns the point's folder."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(7, patch)
+        train.main()
+    (point,) = train.WORK.glob("*/step_*")
+    return point
+
+
+@pytest.mark.parametrize("fault", ["flip", "cut", "no state"])
+def test_a_damaged_resume_point_is_refused_by_name(here: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    point = interrupted(monkeypatch)
+    tensors = point / "tensors.safetensors"
+    data = bytearray(tensors.read_bytes())
+    if fault == "flip":
+        data[-100] ^= 1
+        tensors.write_bytes(data)
+    elif fault == "cut":
+        tensors.write_bytes(data[: len(data) // 2])
+    else:
+        (point / "resume.json").unlink()
+    with pytest.raises(DataError, match=r"step_000006/(tensors.safetensors|resume.json)"):
+        train.main()
+    assert not DRAFT.exists()
+
+
+def test_a_resume_point_of_other_settings_is_left_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(monkeypatch)
+    set_params(here, learning_rate=0.002)
+    train.main()
+    assert [p.name for p in train.WORK.glob("*/step_*")] == ["step_000006"]
+
+
+def test_a_loss_that_is_no_number_stops_and_names_the_rows(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[str] = []
+    pack = train.Rows.pack
+
+    def with_nan(self: train.Rows, members: object) -> object:
+        batch = pack(self, members)  # type: ignore[arg-type]
+        batch.last[:] = torch.nan
+        rows.extend(batch.row_ids)
+        return batch
+
+    monkeypatch.setattr(train.Rows, "pack", with_nan)
+    with pytest.raises(DataError, match="no longer a number") as caught:
+        train.main()
+    assert all(row in caught.value.where for row in rows) and "optimizer step 0" in caught.value.where
+    assert not DRAFT.exists()
+
+
+def refused(here: Path) -> LineError:
+    """Run train beside an old draft; it must refuse and leave the old draft as it is."""
+    DRAFT.mkdir(parents=True)
+    (DRAFT / "model.safetensors").write_bytes(b"of last week")
+    with pytest.raises(LineError) as caught:
+        train.main()
+    assert (DRAFT / "model.safetensors").read_bytes() == b"of last week" and not TRAIN_METRICS.exists()
+    return caught.value
+
+
+def test_without_a_gate_report_nothing_is_trained(here: Path) -> None:
+    report_path("training").unlink()
+    assert isinstance(refused(here), Refusal)
+
+
+def test_a_failed_gate_is_a_refusal(here: Path) -> None:
+    line.write_gate_report(here, "training", MergedManifest.read(MERGED_MANIFEST).digest(), success=False)
+    assert "gate-training refused this" in refused(here).text()
+
+
+def test_one_byte_of_one_folder_is_seen(here: Path) -> None:
+    file = sorted(HIDDEN_STATES.glob("rows_*/rows.safetensors"))[1]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.unlink()
+    file.write_bytes(data)
+    assert file.parent.name in refused(here).where
+
+
+def test_another_target_is_seen(here: Path) -> None:
+    shutil.rmtree(here / "target")
+    tiny.make_target(here / "target", seed=5)
+    assert "the target's weights" in refused(here).what
+
+
+@pytest.mark.parametrize("name", ["vocabulary.safetensors", "index.parquet"])
+def test_a_file_of_the_merged_set_that_changed_is_seen(here: Path, name: str) -> None:
+    with (MERGED / name).open("ab") as file:
+        file.write(b" ")
+    assert name in refused(here).where
+
+
+def test_an_untrained_draft_starts_from_the_target(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_params(here, optimizer_steps=1, learning_rate=1e-9)
+    train.main()
+    own, target = load_file(DRAFT / "model.safetensors"), load_file(here / "target" / "model.safetensors")
+    ids = own["t2d"].nonzero()[:, 0]
+    torch.testing.assert_close(own["lm_head.weight"], target["lm_head.weight"][ids], atol=1e-6, rtol=0)
+    torch.testing.assert_close(own["norm.weight"], target["model.norm.weight"], atol=1e-6, rtol=0)
+    assert "embed_tokens.weight" not in own
