@@ -1,0 +1,77 @@
+"""A load sweep: arms measured turn by turn, so that a machine that drifts drifts for all of them, and compared in pairs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from stages.acceptance.lengths import Answer
+from stages.contracts.evidence import Arm, Ratio
+
+ArmT = TypeVar("ArmT")
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One repeat of one arm: output tokens per second of wall time, and of each request its times and its answer."""
+
+    tokens_per_s: float
+    latencies_ms: tuple[float, ...]
+    first_tokens_ms: tuple[float, ...]
+    answers: tuple[Answer, ...]
+
+
+def turns(arms: Sequence[ArmT], repeats: int) -> Iterator[tuple[int, ArmT]]:
+    """(repeat, arm) in the order to measure: every arm once a repeat, each repeat starting with the next arm."""
+    for repeat in range(repeats):
+        first = repeat % len(arms)
+        yield from ((repeat, arm) for arm in [*arms[first:], *arms[:first]])
+
+
+def paired_interval(over: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
+    """over / base, paired by repeat: median, and a t interval at 95 % around the geometric mean.
+
+    Throughput varies by factors, so the interval is taken on logarithms; it is widened, if need be, to hold the median.
+    At least two repeats are needed.
+    """
+    from scipy import stats
+
+    ratios = [o / b for o, b in zip(over, base, strict=True)]
+    logs = np.log(ratios)
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
+    median, middle = statistics.median(ratios), float(logs.mean())
+    return median, min(median, float(np.exp(middle - half))), max(median, float(np.exp(middle + half)))
+
+
+def ratio_over_plain(
+    arm: str, draft_steps: int, concurrency: int, trials: Sequence[Trial], plain: Sequence[Trial]
+) -> Ratio:
+    """The ratio of two arms measured in the same repeats."""
+    ratio, low, high = paired_interval([t.tokens_per_s for t in trials], [t.tokens_per_s for t in plain])
+    return Ratio(arm=arm, draft_steps=draft_steps, concurrency=concurrency, ratio=ratio, low=low, high=high)  # type: ignore[arg-type]
+
+
+def describe_arm(name: str, draft_steps: int, concurrency: int, trials: Sequence[Trial]) -> Arm:
+    """Throughput of each repeat and latency percentiles over all requests of all repeats.
+
+    Accept length counts a plain step as a verification that kept nothing, so for the policy's arm it is the tokens that
+    a pass of the target brought; plain decoding is 1.0 by definition.
+    """
+    latencies = [ms for t in trials for ms in t.latencies_ms]
+    tokens = sum(a.tokens for t in trials for a in t.answers)
+    passes = sum(a.verifications for t in trials for a in t.answers)
+    return Arm(
+        name=name,  # type: ignore[arg-type]
+        draft_steps=draft_steps,
+        concurrency=concurrency,
+        tokens_per_s=tuple(t.tokens_per_s for t in trials),
+        latency_p50_ms=float(np.percentile(latencies, 50)),
+        latency_p95_ms=float(np.percentile(latencies, 95)),
+        first_token_p50_ms=float(np.percentile([ms for t in trials for ms in t.first_tokens_ms], 50)),
+        accept_length=tokens / passes if name != "plain" and passes else 1.0,
+    )
