@@ -34,9 +34,14 @@ class InProcessAnswers:
     max_new_tokens: int
     temperature: float
     seed: int
+    threads: int
 
     def __call__(self, prompts: Sequence[Prompt], on_answer: OnAnswer) -> None:
+        import torch
+
         from stages.engines.in_process import Answer, InProcess, Request
+
+        torch.set_num_threads(self.threads)
 
         def told(answer: Answer) -> None:
             on_answer(answer.prompt_id, answer.ids, answer.finish)
@@ -93,7 +98,15 @@ def regenerate(
         "seed": p.seed if p.temperature else 0,
     }
     answerer = InProcessAnswers(
-        folder, t.device, t.dtype, p.batch_size, p.max_row_tokens, p.max_new_tokens, p.temperature, p.seed
+        folder=folder,
+        device=t.device,
+        dtype=t.dtype,
+        batch_size=p.batch_size,
+        positions=p.max_row_tokens,
+        max_new_tokens=p.max_new_tokens,
+        temperature=p.temperature,
+        seed=p.seed,
+        threads=t.threads if p.workers == 1 else 1,
     )
     return answer_all(prompts, answerer, settings, ANSWERS, p.workers)
 
@@ -101,9 +114,6 @@ def regenerate(
 def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost a factor of 6 beside any other load
     params = load_params()
-    import torch
-
-    torch.set_num_threads(params.target.threads)
     folder = locate_target(params.target.origin)
     check_target(folder, params.target)
     identity = identify_target(folder, params.target.name)

@@ -148,9 +148,6 @@ def _share(
 
 def _worker(answerer: Answerer, prompts: Sequence[Prompt], folder: Path, index: int, news: Any, parent: int) -> None:
     """A process of `_share`: news is None for an answer and text for a fault. It ends when its parent is gone."""
-    import torch
-
-    torch.set_num_threads(1)
 
     def told(count: int, note: str) -> None:
         if os.getppid() != parent:

@@ -22,10 +22,7 @@ _SHAREGPT_ROLES = {
     "bing": "assistant", "bard": "assistant", "model": "assistant", "system": "system", "tool": "tool",
     "function_response": "tool", "observation": "tool",
 }  # fmt: skip
-_PROMPT_KEYS, _ANSWER_KEYS = (
-    ("prompt", "instruction", "question", "input"),
-    ("response", "answer", "output", "completion"),
-)
+_PROMPT_KEYS, _ANSWER_KEYS = ("prompt", "instruction", "question"), ("response", "answer", "output", "completion")
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
@@ -98,15 +95,16 @@ def _messages(row: dict[str, Any]) -> list[Message]:
         turns = row.get(key)
         if isinstance(turns, list):
             return [_message(turn) for turn in turns]
-    prompt = next((row[k] for k in _PROMPT_KEYS if isinstance(row.get(k), str)), None)
-    if prompt is None:
+    asked = [row[k] for k in _PROMPT_KEYS if isinstance(row.get(k), str)][:1]
+    asked += [row["input"]] if isinstance(row.get("input"), str) and row["input"] else []
+    if not asked:
         raise RowFault("unknown layout", f"keys {sorted(row)[:8]}: no messages, conversations or prompt")
     system = (
         [{"role": "system", "content": row["system"]}] if isinstance(row.get("system"), str) and row["system"] else []
     )
     answer = next((row[k] for k in _ANSWER_KEYS if isinstance(row.get(k), str)), None)
     answered = [] if answer is None else [{"role": "assistant", "content": answer}]
-    return [*system, {"role": "user", "content": prompt}, *answered]
+    return [*system, {"role": "user", "content": "\n\n".join(asked)}, *answered]
 
 
 def _message(turn: Any) -> Message:

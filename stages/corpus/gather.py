@@ -133,8 +133,8 @@ def _out_of_distribution(prepare: Prepare, renderer: Renderer, seen: set[str]) -
 
 
 def _drop_leaks(gathered: list[Gathered], apart: list[Candidate]) -> None:
-    """Reject training prompts whose text a held-out or out-of-distribution prompt shares: equal but for case and
-    whitespace, or `SHARED` of the held-out prompt's word 8-grams."""
+    """Reject training prompts whose text a held-out or out-of-distribution prompt shares: equal but for case,
+    whitespace and punctuation, or `SHARED` of the held-out prompt's word 8-grams."""
     everyone = [c for g in gathered for c in g.candidates]
     kept_apart = {c.prompt_id: c.text for c in [*apart, *(c for c in everyone if c.split == "held_out")]}
     train = {c.prompt_id: c.text for c in everyone if c.split == "train"}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stages.corpus.items import Message
 
+_WORD = re.compile(r"\w+")
 _WORDS = 8  # n of the word n-grams; 8 words in common are seldom chance
 SHARED = 0.8  # share of a held-out prompt's n-grams within one training prompt that counts as the same text
 
@@ -39,9 +41,14 @@ def has_supervised_pair(mask: Sequence[int]) -> bool:
 
 
 def prompt_text(messages: Iterable[Message]) -> str:
-    """What the user says in a conversation, lower case, one space between words; system text is shared by many prompts
-    and says nothing of two being the same."""
-    return normalised("\n".join(str(m.get("content") or "") for m in messages if m.get("role") == "user"))
+    """What the user says before the first answer, `normalised`. System text is left out: many prompts share it."""
+    said: list[str] = []
+    for message in messages:
+        if message.get("role") == "assistant":
+            break
+        if message.get("role") == "user":
+            said.append(str(message.get("content") or ""))
+    return normalised("\n".join(said))
 
 
 def prompt_text_of_json(messages: str) -> str:
@@ -50,8 +57,8 @@ def prompt_text_of_json(messages: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """Case and whitespace put aside."""
-    return " ".join(text.casefold().split())
+    """Words alone: case, whitespace and punctuation put aside."""
+    return " ".join(_WORD.findall(text.casefold()))
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,7 @@ def shared_text(held_out: Mapping[str, str], train: Mapping[str, str]) -> Iterab
 
 
 def _grams(text: str) -> set[str]:
-    words = normalised(text).split()
+    words = text.split()
     if len(words) <= _WORDS:
         return {" ".join(words)}
     return {" ".join(words[i : i + _WORDS]) for i in range(len(words) - _WORDS + 1)}

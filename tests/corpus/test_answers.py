@@ -1,0 +1,79 @@
+"""Answers are kept as they come: a run that was killed generates only what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from stages.contracts.errors import EngineError
+from stages.corpus.answers import Generated, OnAnswer, Prompt, answer_all
+
+SETTINGS = {"weights_digest": "sha256:0", "max_new_tokens": 4}
+PROMPTS = {f"p{i}": tuple(range(i + 1)) for i in range(6)}
+
+
+@dataclass
+class Echo:
+    """Answers with the prompt backwards; stops before the prompt named."""
+
+    breaks_at: str = ""
+    skips: str = ""
+    asked: list[str] = field(default_factory=list)
+
+    def __call__(self, prompts: Sequence[Prompt], on_answer: OnAnswer) -> None:
+        for prompt, ids in prompts:
+            if prompt == self.breaks_at:
+                raise EngineError("The engine broke", where=prompt)
+            if prompt != self.skips:
+                self.asked.append(prompt)
+                on_answer(prompt, ids[::-1], "stop" if len(ids) % 2 else "length")
+
+
+def expected() -> dict[str, Generated]:
+    return {p: Generated(ids[::-1], "stop" if len(ids) % 2 else "length") for p, ids in PROMPTS.items()}
+
+
+def test_a_second_run_asks_for_nothing(tmp_path: Path) -> None:
+    assert answer_all(PROMPTS, Echo(), SETTINGS, tmp_path, 1) == expected()
+    again = Echo()
+    assert answer_all(PROMPTS, again, SETTINGS, tmp_path, 1) == expected()
+    assert again.asked == []
+
+
+def test_a_run_that_broke_resumes_with_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="The engine broke"):
+        answer_all(PROMPTS, Echo(breaks_at="p2"), SETTINGS, tmp_path, 1)
+    again = Echo()
+    assert answer_all(PROMPTS, again, SETTINGS, tmp_path, 1) == expected()
+    assert again.asked == ["p2", "p1", "p0"]
+
+
+def test_a_line_that_was_cut_off_is_generated_again(tmp_path: Path) -> None:
+    answer_all(PROMPTS, Echo(), SETTINGS, tmp_path, 1)
+    (path,) = tmp_path.glob("*/worker-0.jsonl")
+    path.write_bytes(path.read_bytes()[:-4])
+    again = Echo()
+    assert answer_all(PROMPTS, again, SETTINGS, tmp_path, 1) == expected()
+    assert again.asked == ["p0"]
+    assert answer_all(PROMPTS, Echo(), SETTINGS, tmp_path, 1) == expected()
+
+
+def test_other_settings_are_other_answers(tmp_path: Path) -> None:
+    answer_all(PROMPTS, Echo(), SETTINGS, tmp_path, 1)
+    other = Echo()
+    answer_all(PROMPTS, other, {**SETTINGS, "max_new_tokens": 5}, tmp_path, 1)
+    assert len(other.asked) == len(PROMPTS) and len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_answer_left_out_is_told(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"without an answer[\s\S]*1 missing, the first p3"):
+        answer_all(PROMPTS, Echo(skips="p3"), SETTINGS, tmp_path, 1)
+
+
+def test_two_processes_give_the_same_answers_and_a_fault_in_one_is_told(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"ended early[\s\S]*The engine broke"):
+        answer_all(PROMPTS, Echo(breaks_at="p2"), SETTINGS, tmp_path, 2)
+    assert answer_all(PROMPTS, Echo(), SETTINGS, tmp_path, 2) == expected()

@@ -1,0 +1,190 @@
+"""prepare as a whole, on a tiny target: what it writes, what it counts, and that it writes the same again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from stages import prepare
+from stages.contracts.errors import ParamsError
+from stages.contracts.files import file_digest
+from stages.contracts.manifest import PREPARED_MANIFEST, PreparedManifest
+from stages.contracts.params import load_params
+from tests.tiny import HIDDEN, LAYERS, POINTS, make_target
+
+EOS = 2
+
+
+def chat(*turns: str) -> dict:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
+
+
+@pytest.fixture
+def line(tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
+    """A working folder with a tiny target, sources and params.yaml; gives the raw params, `write` them to change."""
+    monkeypatch.chdir(tmp_path)
+    make_target(tmp_path / "target")
+    raw = yaml.safe_load((repo_root / "params/smollm2-135m.yaml").read_text())
+    raw["target"] |= {"origin": "target", "layers": LAYERS, "hidden_size": HIDDEN, "vocab_size": 259, "threads": 1}
+    raw["capture"]["points"] = list(POINTS)
+    raw["merge"]["draft_vocab_size"] = 64
+    raw["gates"]["deployment"]["min_domain_accept_length"] = {}
+    raw["prepare"] |= {
+        "max_prompt_tokens": 200, "max_new_tokens": 12, "max_row_tokens": 220, "batch_size": 4, "workers": 1,
+        "held_out_share": 0.3, "out_of_distribution": 3,
+        "sources": [
+            {"name": "asked", "kind": "jsonl", "path": "asked.jsonl", "domain": "general", "licence": "own", "answers": "regenerate", "limit": 99},
+            {"name": "given", "kind": "jsonl", "path": "given.jsonl", "domain": "coding", "licence": "own", "answers": "given", "limit": 99},
+        ],
+    }  # fmt: skip
+    asked = [chat(f"Question {i} of this small source, please?") for i in range(12)]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(c) + "\n" for c in [*asked, asked[0], chat("x" * 300)]))
+    given = [chat(f"Say {i}", f"It is {i} and then some.") for i in range(8)]
+    faults = [
+        chat("a", ""),
+        chat("b"),
+        chat("c", "loop " * 20),
+        chat("y" * 250, "z"),
+        chat("d", "word " + "qwertz" * 60),
+    ]
+    (tmp_path / "given.jsonl").write_text("".join(json.dumps(c) + "\n" for c in [*given, *faults]) + '{"cut')
+    write(raw)
+    return raw
+
+
+def write(raw: dict) -> None:
+    Path("params.yaml").write_text(yaml.safe_dump(raw))
+
+
+def rows(source: str) -> list[dict]:
+    return pq.read_table(f"data/prepared/{source}/rows.parquet").to_pylist()
+
+
+def manifest() -> PreparedManifest:
+    return PreparedManifest.read(PREPARED_MANIFEST)
+
+
+def test_everything_read_is_a_row_or_a_reject_with_its_reason(line: dict) -> None:
+    prepare.main()
+    asked, given = manifest().sources
+    for source in (asked, given):
+        assert source.rows_read == source.rows + sum(source.rejects.values())
+        assert source.rows == source.train_rows + source.held_out_rows == len(rows(source.name))
+        assert source.rows_digest == file_digest(Path(f"data/prepared/{source.name}/rows.parquet"))
+    assert asked.rejects["duplicate prompt"] == 1 and asked.rejects["prompt too long"] == 1
+    assert given.rejects == {
+        "empty assistant turn": 1, "line cut off": 1, "no assistant turn": 1, "no supervised pair": 1, "repeats itself": 2,
+    }  # fmt: skip
+    rejects = pq.read_table("data/prepared/rejects.parquet").to_pylist()
+    counted = Counter(r["reason"] for r in rejects if r["source"] == "given")
+    assert dict(counted) == given.rejects
+    assert next(r["item"] for r in rejects if r["reason"] == "line cut off") == "given.jsonl:14"
+
+
+def test_a_row_is_prompt_and_answer_as_generated_with_the_answer_supervised(line: dict) -> None:
+    prepare.main()
+    for row in rows("asked"):
+        ids, mask, start = row["input_ids"], row["loss_mask"], row["prompt_tokens"]
+        assert mask == [0] * start + [1] * (len(ids) - start)
+        assert (row["finish"] == "stop") == (ids[-1] == EOS) and row["on_policy"]
+        assert len(ids) - start <= 12
+        prompt = np.asarray(ids[:start], "<i4").tobytes()
+        assert row["prompt_id"] == hashlib.sha256(prompt).hexdigest()[:24]
+        whole = np.asarray(ids, "<i4").tobytes() + bytes(mask)
+        assert row["row_id"] == hashlib.sha256(whole).hexdigest()[:24]
+        assert [m["role"] for m in json.loads(row["messages"])] == ["user", "assistant"]
+    assert sum(r["finish"] == "capped" for r in rows("asked")) == manifest().sources[0].capped
+    assert all(r["finish"] == "given" and not r["on_policy"] for r in rows("given"))
+
+
+def test_the_same_inputs_give_the_same_bytes_with_or_without_kept_answers(line: dict) -> None:
+    def digests() -> dict[str, str]:
+        return {str(f): file_digest(f) for f in sorted(Path("data/prepared").rglob("*")) if f.is_file()}
+
+    prepare.main()
+    first = digests()
+    prepare.main()
+    assert digests() == first
+    Path(".cache").rename("cache-aside")
+    prepare.main()
+    assert digests() == first
+
+
+def test_appended_prompts_leave_earlier_rows_where_they_were(line: dict) -> None:
+    prepare.main()
+    before = [r["row_id"] for r in rows("asked")]
+    with Path("asked.jsonl").open("a") as file:
+        file.write(json.dumps(chat("One more, entirely new?")) + "\n")
+    prepare.main()
+    assert [r["row_id"] for r in rows("asked")][: len(before)] == before
+
+
+def test_policies_for_capped_and_repetitive_answers_are_followed_and_counted(line: dict) -> None:
+    line["prepare"] |= {"capped": "drop", "repetitive": "keep"}
+    write(line)
+    prepare.main()
+    asked, given = manifest().sources
+    assert asked.capped == 0 and asked.rejects["capped"] > 0
+    assert given.repetitive == 1 and given.rejects["capped"] == 1
+    assert [r["repetitive"] for r in rows("given")].count(True) == 1
+
+
+def test_given_answers_beyond_the_row_limit_are_cut_and_count_as_capped(line: dict) -> None:
+    line["prepare"] |= {"repetitive": "keep"}
+    write(line)
+    prepare.main()
+    (cut,) = [r for r in rows("given") if r["finish"] == "capped"]
+    assert len(cut["input_ids"]) == 220 and manifest().sources[1].capped == 1
+
+
+def test_a_training_prompt_that_gives_a_held_out_one_away_is_rejected(line: dict) -> None:
+    prepare.main()
+    held = next(r for r in rows("asked") if r["split"] == "held_out")
+    question = json.loads(held["messages"])[0]["content"]
+    shouted = [question.upper() + " " * i for i in range(1, 9)]
+    with Path("asked.jsonl").open("a") as file:
+        file.write("".join(json.dumps(chat(q)) + "\n" for q in shouted))
+    prepare.main()
+    source = manifest().sources[0]
+    assert source.rejects["leaks a held-out prompt"] >= 1
+    texts = [
+        " ".join(json.loads(r["messages"])[0]["content"].casefold().split())
+        for r in rows("asked")
+        if r["split"] == "train"
+    ]
+    assert " ".join(question.casefold().split()) not in texts
+
+
+def test_out_of_distribution_prompts_are_kept_apart(line: dict) -> None:
+    prepare.main()
+    apart = pq.read_table("data/prepared/out_of_distribution.parquet").to_pylist()
+    assert len(apart) == 3 == manifest().out_of_distribution_prompts
+    assert {r["domain"] for r in apart} == {"out_of_distribution"}
+    assert manifest().out_of_distribution_digest == file_digest(Path("data/prepared/out_of_distribution.parquet"))
+
+
+def test_another_target_than_described_is_refused_with_every_difference(line: dict) -> None:
+    line["target"] |= {"layers": 8, "hidden_size": 32}
+    write(line)
+    with pytest.raises(ParamsError) as error:
+        prepare.main()
+    assert "another target" in error.value.what
+    assert error.value.got == "target.layers 8, num_hidden_layers 6; target.hidden_size 32, hidden_size 64"
+    assert not Path("data/prepared").exists()
+
+
+def test_a_failed_run_leaves_the_last_good_rows(line: dict) -> None:
+    prepare.main()
+    before = manifest().digest()
+    Path("given.jsonl").unlink()
+    with pytest.raises(Exception, match="A source has no file"):
+        prepare.main()
+    assert manifest().digest() == before and load_params().prepare.seed == 7
