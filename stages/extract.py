@@ -110,22 +110,29 @@ def demand_room(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> 
 
 
 def finish_folders(
-    target: Decoder, plans: Sequence[FolderPlan], cache: WorkCache, tokens_per_batch: int, tokens: int
+    target: Decoder | None, plans: Sequence[FolderPlan], cache: WorkCache, tokens_per_batch: int, tokens: int
 ) -> None:
-    """Compute what the work cache lacks, folder by folder; each is whole when it appears there."""
+    """Make what the work cache lacks, folder by folder; each is whole when it appears there.
+
+    Args:
+        target: None when every row stands somewhere in the cache, and folders are only put together anew.
+        tokens: how many go through the target, for the bar.
+    """
     started, done = time.monotonic(), 0
     with progress(max(tokens, 1), "extract", "tokens") as advance:
 
         def counted(states: Iterator[Tensor]) -> Iterator[Tensor]:
             nonlocal done
             for state in states:
-                yield state
                 done += len(state)
                 advance(len(state), f"{done / (time.monotonic() - started):.0f} tokens/s")
+                yield state
 
         for plan in plans:
             if not cache.has(plan.row_ids):
-                computed = capture_rows(target, cache.missing(plan), cache.capture.points, tokens_per_batch)
+                computed: Iterator[Tensor] = iter(())
+                if (missing := cache.missing(plan)) and target is not None:
+                    computed = capture_rows(target, missing, cache.capture.points, tokens_per_batch)
                 states = cache.states(plan, counted(computed))
                 cache.note(write_folder(cache.path(plan.row_ids), plan, cache.capture, states))
 
@@ -172,9 +179,8 @@ def main() -> None:
     plans = list(plan_folders(read_rows(prepared), params.capture.rows_per_folder))
     cache = WorkCache(capture_spec(params, prepared.target), WORK)
     tokens = demand_room(plans, cache, HIDDEN_STATES)
-    if tokens:
-        target = load_target(folder, params.target.device, params.target.dtype).pack()
-        finish_folders(target, plans, cache, params.capture.tokens_per_batch, tokens)
+    target = load_target(folder, params.target.device, params.target.dtype).pack() if tokens else None
+    finish_folders(target, plans, cache, params.capture.tokens_per_batch, tokens)
     folders = link_folders(plans, cache, HIDDEN_STATES)
     cache.drop_superseded(plans)
     describe(prepared, cache.capture, folders).write(CAPTURE_MANIFEST)
