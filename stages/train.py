@@ -175,9 +175,9 @@ def evaluate(draft: Eagle3, teacher: Teacher, rows: Rows, params: Params) -> Hel
         batch = rows.pack(members)
         ahead = look_ahead(draft, teacher, batch, told.steps_ahead, told.step_decay)
         total, roots = total + float(ahead.loss) * len(ahead.roots), roots + len(ahead.roots)
-        flat = (x.tolist() for x in (batch.input_ids, batch.loss_mask))
+        ids, mask = batch.input_ids.tolist(), batch.loss_mask.tolist()
         prompts = [row.prompt_tokens for row in members]
-        answers += replay_rows(*flat, batch.lengths, prompts, ahead.roots.tolist(), ahead.drafted.tolist())
+        answers += replay_rows(ids, mask, batch.lengths, prompts, ahead.roots.tolist(), ahead.drafted.tolist())
     domains = [row.domain for row in rows.held_out]
     overall = accept_length(answers, told.steps_ahead, told.seed)
     return HeldOut(

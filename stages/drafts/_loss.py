@@ -32,15 +32,19 @@ class Teacher:
         self.draft_id[target_ids] = torch.arange(len(target_ids), device=target_ids.device)
 
     @torch.no_grad()
-    def distributions(self, last_SH: Tensor) -> Tensor:
-        """softmax over the draft vocabulary of the target's own logits, [S, D]."""
-        probabilities = last_SH.new_empty(len(last_SH), len(self.head))
+    def distributions(self, last_SH: Tensor) -> tuple[Tensor, Tensor]:
+        """softmax over the draft vocabulary of the target's own logits [S, D], and its entropy in nats [S]."""
+        target_SD = last_SH.new_empty(len(last_SH), len(self.head))
+        entropy_S = last_SH.new_empty(len(last_SH))
         for at in range(0, len(last_SH), _PIECE):
-            normed = F.rms_norm(last_SH[at : at + _PIECE], self.norm.shape, self.norm, self.eps)
-            piece = probabilities[at : at + _PIECE]
-            torch.mm(normed, self.head.T, out=piece)
-            torch.softmax(piece, dim=-1, out=piece)
-        return probabilities
+            piece = slice(at, at + _PIECE)
+            z = F.rms_norm(last_SH[piece], self.norm.shape, self.norm, self.eps) @ self.head.T
+            z -= z.max(dim=-1, keepdim=True).values
+            p = torch.exp(z, out=target_SD[piece])
+            total = p.sum(dim=-1)
+            p /= total[:, None]
+            entropy_S[piece] = total.log() - torch.linalg.vecdot(p, z)
+        return target_SD, entropy_S
 
 
 class _SoftLabelLoss(torch.autograd.Function):
@@ -49,7 +53,7 @@ class _SoftLabelLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, head_DH: Tensor, target_SD: Tensor, at_N: Tensor, scale_N: Tensor
+        ctx: Any, x_NH: Tensor, head_DH: Tensor, target_SD: Tensor, entropy_S: Tensor, at_N: Tensor, scale_N: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         need_x, need_head = ctx.needs_input_grad[:2]
         grad_x = torch.empty_like(x_NH) if need_x else None
@@ -65,7 +69,7 @@ class _SoftLabelLoss(torch.autograd.Function):
             expected = torch.linalg.vecdot(p, z)
             z.exp_()
             total = z.sum(dim=-1)
-            loss_N[piece] = total.log() - expected + torch.special.xlogy(p, p).sum(dim=-1)
+            loss_N[piece] = total.log() - expected - entropy_S[at_N[piece]]
             if grad_x is None:
                 continue
             z.div_(total[:, None]).sub_(p).mul_(scale_N[piece, None])
@@ -80,28 +84,23 @@ class _SoftLabelLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_head = ctx.saved_tensors
         grad = grads[0]
-        return (
-            None if grad_x is None else grad_x * grad,
-            None if grad_head is None else grad_head * grad,
-            None,
-            None,
-            None,
-        )
+        inputs = (None if g is None else g * grad for g in (grad_x, grad_head))
+        return (*inputs, None, None, None, None)
 
 
 def soft_label_loss(
-    x_NH: Tensor, head_DH: Tensor, target_SD: Tensor, at_N: Tensor, scale_N: Tensor
+    x_NH: Tensor, head_DH: Tensor, target_SD: Tensor, entropy_S: Tensor, at_N: Tensor, scale_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """KL(target || draft) of every query, scaled and summed.
 
     Args:
         x_NH: normed draft states.
         head_DH: the draft's lm_head.
-        target_SD: target distributions.
+        target_SD, entropy_S: target distributions, as Teacher.distributions gives them.
         at_N: row of target_SD that each query is to match.
         scale_N: weight of each query; 0 leaves it out.
 
     Returns:
         The scaled sum (differentiable in x and head), the KL of each query in nats, and each query's best draft id.
     """
-    return _SoftLabelLoss.apply(x_NH, head_DH, target_SD, at_N, scale_N)  # type: ignore[no-any-return]
+    return _SoftLabelLoss.apply(x_NH, head_DH, target_SD, entropy_S, at_N, scale_N)  # type: ignore[no-any-return]

@@ -109,7 +109,8 @@ class Trainer:
         self._optimizer.step()
         self.step += 1
         weight = max(1 / _AVERAGE_OVER, 1 / (1 + self.step))
-        torch._foreach_lerp_(list(self.average.values()), [p.detach() for p in self._named.values()], weight)
+        for name, parameter in self._named.items():
+            self.average[name].lerp_(parameter.detach(), weight)
         return ahead
 
     def averaged(self) -> Eagle3:

@@ -195,7 +195,7 @@ def look_ahead(draft: Eagle3, teacher: Teacher, batch: PackedBatch, steps: int, 
     weights = torch.tensor([decay**i for i in range(steps)], dtype=torch.float64)
     weights = (weights / weights.sum() / len(roots)).tolist()
     needed = torch.unique(torch.cat([r + 1 + i for i, r in enumerate(layout.roots)]))
-    target_SD = teacher.distributions(batch.last[needed])
+    target_SD, entropy_S = teacher.distributions(batch.last[needed])
     loss, alive = batch.last.new_zeros(()), torch.arange(len(roots), device=roots.device)
     hits, tried = [0] * steps, [0] * steps
     for i, h in enumerate(chain_states(draft, batch, layout)):
@@ -203,7 +203,7 @@ def look_ahead(draft: Eagle3, teacher: Teacher, batch: PackedBatch, steps: int, 
         own = batch.input_ids[layout.roots[i] + 2 + i]
         scale = (teacher.draft_id[own] >= 0).to(h.dtype) * weights[i]
         at = torch.searchsorted(needed, layout.roots[i] + 1 + i)
-        step_loss, _, best = soft_label_loss(draft.norm(h), draft.lm_head.weight, target_SD, at, scale)
+        step_loss, _, best = soft_label_loss(draft.norm(h), draft.lm_head.weight, target_SD, entropy_S, at, scale)
         loss = loss + step_loss
         drafted[alive, i] = teacher.target_ids[best]
         hits[i], tried[i] = int((drafted[alive, i] == own).sum()), len(own)

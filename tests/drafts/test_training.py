@@ -114,4 +114,7 @@ def test_the_soft_target_is_the_targets_own_distribution_over_the_draft_vocabula
     full[teacher.target_ids] = teacher.head
     normed = last / (last.pow(2).mean(-1, keepdim=True) + teacher.eps).sqrt() * teacher.norm
     whole = (normed @ full.T).softmax(-1)[:, teacher.target_ids]
-    torch.testing.assert_close(teacher.distributions(last), whole / whole.sum(-1, keepdim=True))
+    target, entropy = teacher.distributions(last)
+    cut = whole / whole.sum(-1, keepdim=True)
+    torch.testing.assert_close(target, cut)
+    torch.testing.assert_close(entropy, -(cut * cut.log()).sum(-1))
