@@ -1,7 +1,7 @@
 """Engines: one file each, whose name is its name in params.yaml (serve.engine), loaded by that name.
 
-An engine file offers `NAME`, `version()`, and says how its own layer ids translate to points. Only the files in here know
-an engine's numbering and API. Files that start with an underscore are shared parts, not engines.
+An engine file offers `NAME`, `version()`, `served_points()` (what its own layer ids mean as points), `Request` and
+`Engine`. Only the files in here know an engine's numbering and API. Files that start with an underscore are shared parts, not engines.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from stages.engines._requests import Answer, Request, Running
 if TYPE_CHECKING:
     from stages.targets._decoder import Decoder
 
-__all__ = ["NAME", "Answer", "Draft", "InProcess", "Request", "served_points", "version"]
+__all__ = ["NAME", "Answer", "Draft", "Engine", "InProcess", "Request", "served_points", "version"]
 
 NAME = "in_process"
 MAX_DRAFT_STEPS = 16
@@ -314,3 +314,6 @@ class InProcess:
 
     def _tensor(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.target.device)
+
+
+Engine = InProcess  # the name under which entry points find an engine file's engine
