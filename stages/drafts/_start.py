@@ -78,11 +78,15 @@ def initialise(draft: Eagle3, target: Decoder, teacher: Teacher, seed: int, vari
     layer.post_attention_layernorm.weight.copy_(last.post_norm)
     qkv, out, gate_up, down = (x.weight for x in (last.qkv, last.out, last.gate_up, last.down))
     assert qkv is not None and out is not None and gate_up is not None and down is not None, "packed weights are gone"
-    if (c.heads, c.kv_heads, c.head_dim) == (target.config.heads, target.config.kv_heads, target.config.head_dim):
-        parts = qkv.split([n * c.head_dim for n in (c.heads, c.kv_heads, c.kv_heads)])
+    own = target.config
+    if (c.heads, c.head_dim) == (own.heads, own.head_dim) and c.kv_heads % own.kv_heads == 0:
+        q, k, v = qkv.split([n * c.head_dim for n in (own.heads, own.kv_heads, own.kv_heads)])
         attention = layer.self_attn
-        for linear, part in zip((attention.q_proj, attention.k_proj, attention.v_proj), parts, strict=True):
-            linear.weight[:, H:] = part
+        attention.q_proj.weight[:, H:] = q
+        for linear, part in ((attention.k_proj, k), (attention.v_proj, v)):
+            # More key-value heads than the target has: each of its own stands for several, which compute the same.
+            heads = part.view(own.kv_heads, c.head_dim, H).repeat_interleave(c.kv_heads // own.kv_heads, dim=0)
+            linear.weight[:, H:] = heads.flatten(0, 1)
         attention.o_proj.weight.copy_(out)
     if down.shape == layer.mlp.down_proj.weight.shape:
         for linear, part in zip((layer.mlp.gate_proj, layer.mlp.up_proj), gate_up.chunk(2), strict=True):

@@ -1,0 +1,49 @@
+"""Where training starts: the target's last layer, whatever the number of key-value heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stages.drafts._training import chain_states, lay_out
+from stages.drafts.eagle3 import PackedBatch, start_draft
+from stages.targets import load_target
+from tests import tiny
+
+
+@pytest.mark.parametrize("kv_heads", [tiny.KV_HEADS, tiny.HEADS])
+def test_a_fresh_draft_does_with_the_high_point_what_the_targets_last_layer_does(tmp_path: Path, kv_heads: int) -> None:
+    target = load_target(tiny.make_target(tmp_path / "target"))
+    ids = torch.arange(0, target.config.vocab_size, 3)
+    sizes = {"heads": tiny.HEADS, "head_dim": tiny.HEAD_DIM, "intermediate_size": tiny.INTER}
+    draft, teacher = start_draft(target, ids, kv_heads=kv_heads, seed=1, **sizes)
+    tokens = torch.randint(0, target.config.vocab_size, (12,))
+    stream = target.packed(tokens, [12], (1, 3, tiny.LAYERS - 1))
+    batch = PackedBatch(("row",), (12,), tokens, torch.ones(12, dtype=torch.bool), stream.aux((1, 3, 5)), stream.last)
+    with torch.no_grad():
+        # without its noise, the draft on (states of point n-1) is the last layer: its h is the target's last state
+        draft.fc.weight.zero_()[:, -tiny.HIDDEN :] = torch.eye(tiny.HIDDEN)
+        for linear in (
+            draft.midlayer.self_attn.q_proj,
+            draft.midlayer.self_attn.k_proj,
+            draft.midlayer.self_attn.v_proj,
+        ):
+            linear.weight[:, : tiny.HIDDEN] = 0
+        h = next(iter(chain_states(draft, batch, lay_out(batch.loss_mask, batch.lengths, 1))))
+    torch.testing.assert_close(h, stream.last[:10], rtol=1e-4, atol=1e-4)
+    logits = F.linear(draft.norm(h), draft.lm_head.weight)
+    torch.testing.assert_close(logits, target.logits(stream.last[:10])[:, ids], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(teacher.distributions(stream.last)[0], target.logits(stream.last)[:, ids].softmax(-1))
+
+
+def test_a_draft_of_other_sizes_starts_from_the_head_alone_and_is_reproducible(tmp_path: Path) -> None:
+    target = load_target(tiny.make_target(tmp_path / "target"))
+    ids = torch.arange(40)
+    sizes = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 48, "seed": 3}
+    one, two = (start_draft(target, ids, **sizes)[0] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert torch.equal(one.lm_head.weight, target.head_weight[:40])
+    assert one.lm_head.weight.data_ptr() != target.head_weight.data_ptr()
