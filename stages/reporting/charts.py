@@ -198,10 +198,10 @@ def layers(points: Sequence[int], count: int) -> Markup:
     ]
     for point in (*points, count):
         parts.append(f'<line class="point" x1="{x(point)}" x2="{x(point)}" y1="20" y2="44"/>')
-        anchor = "end" if point == count else "middle"
-        parts.append(_text(x(point), 13, "last" if point == count else str(point), "value", anchor))
+        if point != count:
+            parts.append(_text(x(point), 13, str(point), "value", "middle"))
     parts.append(_text(left, 58, "embedding", "tick", "start"))
-    parts.append(_text(WIDTH - right, 58, f"{count} layers", "tick", "end"))
+    parts.append(_text(WIDTH - right, 58, f"last state, {count} layers", "tick", "end"))
     return _svg(f"Points {', '.join(map(str, points))} and the last state of {count} layers", 64, "".join(parts))
 
 

@@ -146,12 +146,10 @@ def _points(line: Line) -> dict[str, Any] | None:
 
 
 def _curves(line: Line, params: Params | None) -> dict[str, Any] | None:
-    loss = [
-        Series(_spoken(name), points, f"s{i % 5}")
-        for i, (name, points) in enumerate(_chosen(line.training_curves, ("loss",)).items())
-    ]
+    found = {"training": line.training_curves.get("loss", []), "held out": line.held_out_curves.get("loss", [])}
+    loss = [Series(name, points, f"s{2 * i}", dots=i > 0) for i, (name, points) in enumerate(found.items()) if points]
     held = [
-        Series(_spoken(name), points, _style(name, i), dots=True)
+        Series(name, points, _style(name, i), dots=True)
         for i, (name, points) in enumerate(
             sorted(_accept_columns(line).items(), key=lambda c: (c[0] != "overall", c[0]))
         )
@@ -160,7 +158,7 @@ def _curves(line: Line, params: Params | None) -> dict[str, Any] | None:
     if not loss and not held:
         return None
     return {
-        "loss": lines(loss, title="Training loss by step", x_label="optimizer step", y_label="loss, nats"),
+        "loss": lines(loss, title="Loss by step", x_label="optimizer step", y_label="loss, nats"),
         "loss_series": loss,
         "held": lines(
             held,
@@ -173,21 +171,13 @@ def _curves(line: Line, params: Params | None) -> dict[str, Any] | None:
     }
 
 
-def _chosen(curves: dict[str, Any], wanted: tuple[str, ...]) -> dict[str, Any]:
-    return {n: c for n, c in curves.items() if n in wanted or n.endswith("_loss")}
-
-
 def _accept_columns(line: Line) -> dict[str, Any]:
-    """Columns of held_out.csv that are accept lengths, by domain; losses and shares beside them are left out."""
-    named: dict[str, Any] = {}
-    for name, points in line.held_out_curves.items():
-        if "loss" not in name and "share" not in name and min(y for _, y in points) >= 1.0:
-            named[name.removesuffix("_accept_length").removeprefix("accept_length_")] = points
-    return named
-
-
-def _spoken(name: str) -> str:
-    return name.replace("_", " ")
+    """Accept lengths of held_out.csv by domain: column accept_length is overall, accept_length_<domain> a domain."""
+    return {
+        name.removeprefix("accept_length").removeprefix("_") or "overall": points
+        for name, points in line.held_out_curves.items()
+        if name.startswith("accept_length")
+    }
 
 
 def _style(name: str, i: int) -> str:
