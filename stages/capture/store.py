@@ -90,9 +90,10 @@ def write_folder(path: Path, plan: FolderPlan, capture: CaptureSpec, states: Ite
             put(offsets.tobytes())
             for row, row_states in zip(plan.rows, states, strict=True):
                 _check_states(row_states, row.row_id, (len(row), slots, capture.hidden_size))
-                put(row_states.contiguous().view(torch.uint8).numpy().data)
+                put(row_states.contiguous().view(torch.uint8).numpy().reshape(-1).data)
             put(b"".join(row.input_ids.astype("<i4").tobytes() for row in plan.rows))
             put(b"".join(row.loss_mask.astype("u1").tobytes() for row in plan.rows))
+        assert size == folder_bytes(len(plan.rows), plan.tokens, slots, capture.hidden_size)
         config = FolderConfig(
             capture=capture,
             source=plan.source,
