@@ -4,11 +4,13 @@ products set. Needs a merged set (`dvc repro gate-training`); changes nothing.
     python -m benchmarks.training
 
 The floor counts the products of one step and divides by the rate that a product of the head's shape reaches here, in
-the same run; everything else (attention, norms, the softmax over the draft vocabulary, the optimizer) is above it.
+the same run; everything else (attention, norms, the softmax over the draft vocabulary, the optimizer) is above it. Fails
+when less than half of the time is explained by products at that rate.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 
 import torch
@@ -22,6 +24,7 @@ from stages.targets import load_target, locate_target
 from stages.train import read_rows, read_vocabulary, schedule_of
 
 _WARM, _TIMED = 2, 8  # optimizer steps
+_MIN_SHARE = 0.5  # of the floor's speed
 
 
 def products_flop(config: Eagle3Config, batch: PackedBatch, steps: int) -> float:
@@ -80,7 +83,9 @@ def main() -> None:
     print(f"products, MFLOP a token      {flop / tokens / 1e6:.0f}")
     print(f"product rate here, GFLOP/s   {rate / 1e9:.0f}")
     print(f"floor, tokens/s              {tokens * rate / flop:.0f}")
-    print(f"of the floor                 {flop / rate / wall:.2f}")
+    print(f"of the floor                 {flop / rate / wall:.2f} (at least {_MIN_SHARE})")
+    if flop / rate / wall < _MIN_SHARE:
+        sys.exit("training is slower than its products explain")
 
 
 if __name__ == "__main__":
