@@ -21,6 +21,7 @@ from stages.contracts.files import canonical, digest, whole_folder
 from stages.contracts.manifest import CaptureSpec, FolderConfig
 
 WORK = Path(".cache/states")
+DVC_CACHE = Path(".dvc/cache")
 _NAME = 24  # hex digits of a digest that name a folder
 
 
@@ -117,12 +118,17 @@ class WorkCache:
 
 
 def _damaged(folder: Path, error: DataError) -> Refusal:
+    remove = f"`rm -r {folder}`"
+    rows = folder / ROWS
+    if rows.exists() and rows.stat().st_nlink > 1 and DVC_CACHE.exists():
+        # DVC keeps the same file under its hash and would link the damaged bytes again
+        remove = f"`find {DVC_CACHE} -samefile {rows} -delete; rm -r {folder}`"
     return Refusal(
         f"A finished folder of the work cache is damaged ({error.what})",
         where=error.where,
         expected=error.expected,
         got=error.got,
-        do=f"remove exactly this folder, `rm -r {folder}`, and run `dvc repro extract`: only its rows are computed again",
+        do=f"remove exactly this folder, {remove}, and run `dvc repro extract`: only its rows are computed again",
     )
 
 
@@ -135,8 +141,11 @@ def link_or_copy(source: Path, to: Path) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Remove what killed runs left: `.name.<pid>.part` of processes that are gone."""
+    """Remove what cannot be finished folders: `.name.<pid>.part` of processes that are gone, folders whose rows were deleted."""
     for part in [*root.glob(".*.part"), *root.glob(".*.old")]:
         pid = part.name.split(".")[-2]
         if not (pid.isdigit() and Path(f"/proc/{pid}").exists()):
             shutil.rmtree(part, ignore_errors=True)
+    for config in root.glob(f"*/{CONFIG}"):
+        if not (config.parent / ROWS).exists():
+            shutil.rmtree(config.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_what_the_refusal_says_to_do_mends_it_and_costs_only_that_folder(target:
     assert [fill(target, cache, make_plan(part)) for part in (range(4), range(4, 8))] == [4, 0]
 
 
-@pytest.mark.parametrize("damage", ["config cut", "config of other rows", "rows gone"])
+@pytest.mark.parametrize("damage", ["config cut", "config of other rows", "rows cut"])
 def test_a_damaged_cache_folder_is_refused_by_name(target: Decoder, tmp_path: Path, damage: str) -> None:
     cache = WorkCache(SPEC, tmp_path)
     plan, other = make_plan(range(3)), make_plan(range(3, 6))
@@ -98,7 +99,7 @@ def test_a_damaged_cache_folder_is_refused_by_name(target: Decoder, tmp_path: Pa
     elif damage == "config of other rows":
         (path / CONFIG).write_bytes((cache.path(other.row_ids) / CONFIG).read_bytes())
     else:
-        (path / ROWS).unlink()
+        (path / ROWS).write_bytes((path / ROWS).read_bytes()[:-1])
     with pytest.raises(Refusal, match="work cache is damaged") as error:
         WorkCache(SPEC, tmp_path).link(plan, tmp_path / "out")
     assert f"`rm -r {path}`" in error.value.do
@@ -161,3 +162,31 @@ def test_a_run_broken_off_in_a_folder_keeps_the_finished_ones(target: Decoder, t
     again = WorkCache(SPEC, tmp_path)
     assert again.has(done.row_ids) and not again.has(half.row_ids) and len(again.missing(half)) == 4
     assert not list(again.root.glob(".*"))
+
+
+def test_a_folder_whose_rows_were_deleted_is_computed_again(target: Decoder, tmp_path: Path) -> None:
+    cache = WorkCache(SPEC, tmp_path)
+    plan = make_plan(range(3))
+    fill(target, cache, plan)
+    (cache.path(plan.row_ids) / ROWS).unlink()
+    assert fill(target, WorkCache(SPEC, tmp_path), plan) == 3
+
+
+def test_bytes_that_the_dvc_cache_shares_have_to_go_there_too(
+    target: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cache = WorkCache(SPEC)
+    plan = make_plan(range(3))
+    fill(target, cache, plan)
+    rows = cache.path(plan.row_ids) / ROWS
+    Path(".dvc/cache/files").mkdir(parents=True)
+    os.link(rows, ".dvc/cache/files/0a")
+    data = rows.read_bytes()
+    with rows.open("r+b") as file:
+        file.write(bytes(reversed(data)))
+    with pytest.raises(Refusal) as error:
+        WorkCache(SPEC).link(plan, tmp_path / "out")
+    command = error.value.do.split("`")[1]
+    subprocess.run(command, shell=True, check=True)
+    assert not rows.exists() and not Path(".dvc/cache/files/0a").exists()
