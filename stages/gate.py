@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from stages.capture.store import RowStore
     from stages.targets._decoder import Decoder
 
+PROBE_TOKENS = 512  # of a row; states of a prefix do not depend on what follows
 Gathered = tuple[str, str, list[Table]]  # subject, its digest, tables
 
 
@@ -272,25 +273,29 @@ def probe(
 
     from stages.capture.probe import probe_norm, probe_rows
 
-    slots = pd.DataFrame([vars(s) for s in probe_rows(target, rows, params.capture.points)])
+    slots = pd.DataFrame([vars(s) for s in probe_rows(target, rows, params.capture.points, PROBE_TOKENS)])
     slots["slot"] = [f"slot {i}" for i in slots["slot"]]
-    norm = probe_norm(target, rows)
-    agreement = norm.before_agreement if greedy else _agreement(target, rows)
+    norm = probe_norm(target, rows, PROBE_TOKENS)
+    agreement, own_nll = _own_reading(target, rows)
     last = {n: getattr(norm, n) for n in ("before_distance", "after_distance", "before_nll", "after_nll", "tokens")}
-    return slots, {**last, "argmax_agreement": agreement}
+    return slots, {**last, "target_nll": own_nll, "argmax_agreement": norm.before_agreement if greedy else agreement}
 
 
-def _agreement(target: Decoder, rows: Sequence[ProbeRow]) -> float:
-    """Share of supervised tokens where stored and recomputed last states have one argmax: for answers that were sampled
-    or given, where the token itself need not be the target's first choice."""
-    equal, total = 0, 0
+def _own_reading(target: Decoder, rows: Sequence[ProbeRow]) -> tuple[float, float]:
+    """The target run again: share of supervised tokens where its argmax is that of the stored last state (for answers
+    sampled or given, whose tokens need not be its first choice), and its own negative log-likelihood of them, nats."""
+    import torch.nn.functional as F
+
+    equal, nll, total = 0, 0.0, 0
     for row in rows:
-        said = row.loss_mask.bool()
-        again = target.packed(row.input_ids.long().to(target.device), [len(row.input_ids)]).last[said]
-        stored = row.states[said, -1].to(again)
-        equal += int((target.logits(again).argmax(-1) == target.logits(stored).argmax(-1)).sum())
-        total += int(said.sum())
-    return equal / max(total, 1)
+        ids = row.input_ids[:PROBE_TOKENS].long().to(target.device)
+        asked = row.loss_mask[1 : len(ids)].bool().nonzero()[:, 0]
+        own = target.logits(target.packed(ids, [len(ids)]).last[asked])
+        stored = target.logits(row.states[asked, -1].to(own.device).to(target.embedding.dtype))
+        equal += int((own.argmax(-1) == stored.argmax(-1)).sum())
+        nll += float(F.cross_entropy(own, ids[1:][asked], reduction="sum"))
+        total += len(asked)
+    return equal / max(total, 1), nll / max(total, 1)
 
 
 def always_there(folder: Path) -> dict[str, int]:

@@ -262,6 +262,7 @@ def training_evidence() -> training.Evidence:
             "argmax_agreement": 0.98,
             "before_nll": 0.4,
             "after_nll": 5.0,
+            "target_nll": 0.401,
             "tokens": 48,
         },
         target_ids=tuple(range(0, 2 * D, 2)),

@@ -1,0 +1,102 @@
+"""Glance: the state of the line from its facts alone, fast, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages import glance
+from stages.contracts.errors import LineError
+from stages.contracts.manifest import FolderConfig
+from stages.contracts.report import report_path
+from stages.reporting.facts import read_line
+from tests.reporting import evidence
+
+
+def states(root: Path) -> dict[str, str]:
+    return {r["stage"]: r["state"] for r in glance.stand(read_line(root))}
+
+
+def test_an_empty_folder_is_all_missing(tmp_path: Path) -> None:
+    assert set(states(tmp_path).values()) == {"missing"}
+
+
+def test_a_finished_line_is_done_and_passed_in_the_graphs_order(tmp_path: Path) -> None:
+    evidence.write_whole_line(tmp_path)
+    assert states(tmp_path) == {
+        "prepare": "done",
+        "gate-extraction": "passed",
+        "extract": "done",
+        "merge": "done",
+        "gate-training": "passed",
+        "train": "done",
+        "serve-validate": "done",
+        "benchmark": "done",
+        "gate-deployment": "passed",
+    }
+
+
+def test_what_follows_changed_rows_is_stale_and_a_refusal_is_named(tmp_path: Path) -> None:
+    evidence.write_whole_line(tmp_path)
+    evidence.merged().model_copy(update={"tokens": 1}).write(tmp_path / "data/merged/manifest.json")
+    assert states(tmp_path)["gate-training"] == states(tmp_path)["train"] == "stale"
+    evidence.write_whole_line(tmp_path)
+    evidence.report("training", "x", evidence.merged().digest(), evidence.shifted()).write(
+        tmp_path / report_path("training")
+    )
+    record = next(r for r in glance.stand(read_line(tmp_path)) if r["stage"] == "gate-training")
+    assert record["state"] == "refused" and record["failed"] == [
+        "of all the target's points, the nearest is the claimed one"
+    ]
+
+
+def test_a_program_gets_json_and_no_heavy_library_is_loaded(tmp_path: Path, repo_root: Path) -> None:
+    evidence.write_whole_line(tmp_path)
+    code = (
+        "import sys; sys.argv = ['glance', '--json']; from stages import glance; glance.main(); "
+        "heavy = {'torch', 'pandas', 'great_expectations', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules); "
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(repo_root)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    served = next(s for s in json.loads(done.stdout)["stages"] if s["stage"] == "serve-validate")
+    assert served["accept_length"] == 1.62 and served["accept_length_by_domain"]["coding"] == 1.81
+
+
+@pytest.mark.parametrize(
+    ("path", "what", "words"),
+    [
+        ("data/prepared", "prepared rows", "smollm2"),
+        ("data/prepared/stdlib", "prepared rows", "smollm2"),
+        ("data/hidden_states", "hidden states", "after 3, after 16, after 28 of 30 layers"),
+        ("data/hidden_states/rows_0-2", "folder of hidden states", "human_eval"),
+        ("data/merged/manifest.json", "merged rows and states", "after 16"),
+        ("models/draft", "draft", "in_process"),
+    ],
+)
+def test_a_path_says_what_it_is(tmp_path: Path, path: str, what: str, words: str) -> None:
+    evidence.write_whole_line(tmp_path)
+    (tmp_path / "data/prepared/stdlib").mkdir()
+    FolderConfig(
+        capture=evidence.capture_spec(),
+        source="human_eval",
+        start=0,
+        end=2,
+        row_ids=("a", "b"),
+        tokens=9,
+        bytes=99,
+        rows_digest="sha256:0",
+    ).write(tmp_path / "data/hidden_states/rows_0-2/data_config.json")
+    facts = glance.describe(tmp_path / path)
+    assert facts["what"] == what and words in json.dumps(facts)
+
+
+def test_a_path_that_says_nothing_is_an_error_with_the_next_step(tmp_path: Path) -> None:
+    with pytest.raises(LineError, match=r"Nothing here says what it is(.|\n)*python -m stages.glance"):
+        glance.describe(tmp_path / "nowhere")

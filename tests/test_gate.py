@@ -1,0 +1,186 @@
+"""The gates over real files: a tiny line passes, and the faults of the field are refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages import extract, gate, merge
+from stages.contracts.errors import LineError, Refusal
+from stages.contracts.manifest import (
+    HIDDEN_STATES,
+    MERGED_MANIFEST,
+    PREPARED_MANIFEST,
+    MergedManifest,
+    PreparedManifest,
+)
+from stages.contracts.report import GateName, GateReport, report_path
+from stages.reporting.page import PAGE
+from tests import tiny
+from tests.line import SOURCES, write_params, write_prepared
+
+Points = tuple[int, ...]
+
+
+def judge(monkeypatch: pytest.MonkeyPatch, name: GateName) -> GateReport:
+    """Run a gate here and return its report, refused or not."""
+    monkeypatch.setattr(sys, "argv", ["gate", name])
+    try:
+        gate.main()
+    except Refusal as refusal:
+        assert not GateReport.read(report_path(name)).success, refusal
+    return GateReport.read(report_path(name))
+
+
+def failed(report: GateReport) -> dict[str, str]:
+    return {c.assertion: "\n".join([c.actual, *c.failing]) for c in report.checks if not c.success}
+
+
+@pytest.fixture
+def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny line with prepared rows, in the current folder."""
+    folder = tiny.make_target(tmp_path / "target")
+    sources = [
+        {
+            "name": s.name,
+            "kind": "jsonl",
+            "path": "x",
+            "domain": s.domain,
+            "licence": "MIT",
+            "answers": "regenerate",
+            "limit": 50,
+        }
+        for s in SOURCES
+    ]
+    path = write_params(tmp_path, folder, {"prepare": {"sources": sources}})
+    raw = json.loads(path.read_text())
+    raw["gates"]["extraction"] |= {
+        "min_rows": 20,
+        "min_held_out_rows": 4,
+        "min_supervised_tokens": 50,
+        "max_capped_share": 1.0,
+    }
+    path.write_text(json.dumps(raw))
+    write_prepared(tmp_path, folder)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def capture(monkeypatch: pytest.MonkeyPatch, points: Points | None = None) -> None:
+    """Extract and merge; with `points`, the capturing engine takes these, whatever it was asked for."""
+    if points:
+        honest = extract.capture_rows
+        monkeypatch.setattr(
+            extract, "capture_rows", lambda target, rows, _, tokens: honest(target, rows, points, tokens)
+        )
+    assert failed(judge(monkeypatch, "extraction")) == {}
+    extract.main()
+    merge.main()
+
+
+def test_a_good_line_passes_both_gates_with_reports_bound_to_their_subjects(
+    line: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture(monkeypatch)
+    report = judge(monkeypatch, "training")
+    assert failed(report) == {}
+    assert report.subject_digest == MergedManifest.read(MERGED_MANIFEST).digest()
+    assert (
+        GateReport.read(report_path("extraction")).subject_digest == PreparedManifest.read(PREPARED_MANIFEST).digest()
+    )
+    assert "slots" in capsys.readouterr().out
+    before = report_path("training").read_bytes()
+    judge(monkeypatch, "training")
+    assert report_path("training").read_bytes() == before, "equal inputs, equal bytes"
+    assert not PAGE.exists(), "the page is gate-deployment's output; an earlier gate that passes leaves it alone"
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        ((2, 4, 6), "every slot is shifted by +1 layer"),
+        ((0, 2, 4), "every slot is shifted by -1 layer; a slot holds the embedding (point 0)"),
+        ((0, 1, 3), "the embedding was put first and the last point dropped"),
+    ],
+)
+def test_states_of_other_layers_are_refused_before_training_and_named(
+    line: Path, monkeypatch: pytest.MonkeyPatch, points: Points, words: str
+) -> None:
+    capture(monkeypatch, points)
+    found = failed(judge(monkeypatch, "training"))
+    assert words in found["of all the target's points, the nearest is the claimed one"]
+    assert words in PAGE.read_text().replace("&#39;", "'")
+
+
+def test_one_flipped_byte_is_refused_and_its_folder_named(line: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture(monkeypatch)
+    path = line / HIDDEN_STATES / "rows_6-12" / "rows.safetensors"
+    path.chmod(0o644)
+    whole = bytearray(path.read_bytes())
+    whole[5000] ^= 1
+    os.unlink(path)
+    path.write_bytes(whole)
+    found = failed(judge(monkeypatch, "training"))
+    assert "rows_6-12" in found["rows.safetensors holds the bytes that were written"]
+
+
+def test_a_folder_cut_short_is_refused_and_named_not_a_traceback(line: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture(monkeypatch)
+    path = line / HIDDEN_STATES / "rows_6-12" / "rows.safetensors"
+    whole = path.read_bytes()
+    os.unlink(path)
+    path.write_bytes(whole[: len(whole) // 2])
+    found = failed(judge(monkeypatch, "training"))
+    assert (
+        "rows_6-12" in found["the folder opens as its config says"]
+        and "cut off" in found["the folder opens as its config says"]
+    )
+    assert "6 of 32 rows" in found["every prepared row was captured, once"]
+
+
+def test_a_normed_last_state_is_refused(line: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.functional as F
+
+    honest = extract.capture_rows
+
+    def normed(target, rows, points, tokens):  # type: ignore[no-untyped-def]
+        for states in honest(target, rows, points, tokens):
+            states = states.clone()
+            states[:, -1] = F.rms_norm(states[:, -1].float(), (tiny.HIDDEN,), target.norm).to(states)
+            yield states
+
+    monkeypatch.setattr(extract, "capture_rows", normed)
+    capture(monkeypatch)
+    found = failed(judge(monkeypatch, "training"))
+    assert "after the final norm" in found["the last state was taken before the final norm"]
+
+
+def test_an_edited_row_is_refused_before_extraction(
+    line: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow.parquet as pq
+
+    path = line / "data/prepared/code/rows.parquet"
+    rows = pq.read_table(path)
+    pq.write_table(rows.slice(1), path)
+    found = failed(judge(monkeypatch, "extraction"))
+    assert set(found) == {
+        "every file holds the bytes that prepared.json recorded",
+        "rows in the file are as many as recorded",
+        "supervised tokens are as many as recorded",
+    }
+    assert "13 against 14" in found["rows in the file are as many as recorded"]
+    shown = capsys.readouterr().out
+    assert "failed: sources: rows in the file are as many as recorded" in shown and "do:" in shown
+    assert "Refused before GPU hours" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("arguments", [[], ["release"], ["training", "extraction"]])
+def test_the_selector_names_the_gates_there_are(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gate", *arguments])
+    with pytest.raises(LineError, match="one of extraction, training, deployment"):
+        gate.main()
