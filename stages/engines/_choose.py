@@ -15,6 +15,8 @@ def distribution(logits: Tensor, temperature_B: Tensor) -> Tensor:
     shape = (-1, *[1] * (logits.dim() - 1))
     greedy = (temperature_B == 0).view(shape)
     warm = torch.softmax(logits.double() / temperature_B.double().clamp(min=1e-6).view(shape), dim=-1)
+    if not bool(greedy.any()):
+        return warm
     cold = torch.zeros_like(warm).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.where(greedy, cold, warm)
 
