@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from stages import extract, gate, merge
+from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import LineError, Refusal
+from stages.contracts.evidence import BENCHMARK_EVIDENCE, POLICY, SERVE_EVIDENCE, TRAIN_METRICS
+from stages.contracts.files import file_digest
 from stages.contracts.manifest import (
     HIDDEN_STATES,
     MERGED_MANIFEST,
@@ -20,7 +24,9 @@ from stages.contracts.manifest import (
 )
 from stages.contracts.report import GateName, GateReport, report_path
 from stages.reporting.page import PAGE
+from stages.targets import identify_target
 from tests import tiny
+from tests.gates import passing
 from tests.line import SOURCES, write_params, write_prepared
 
 Points = tuple[int, ...]
@@ -184,3 +190,69 @@ def test_the_selector_names_the_gates_there_are(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sys, "argv", ["gate", *arguments])
     with pytest.raises(LineError, match="one of extraction, training, deployment"):
         gate.main()
+
+
+def write_draft(root: Path) -> None:
+    """A draft of the tiny target and all that is said of it, made up but in step."""
+    from safetensors.torch import save_file
+
+    identity = identify_target(root / "target", "tiny")
+    V = identity.vocab_size
+    shapes = dict(passing.SHAPES) | {"lm_head.weight": [V, tiny.HIDDEN]}
+    tensors = {n: torch.randn(*s, generator=torch.Generator().manual_seed(1)) for n, s in shapes.items()}
+    (root / DRAFT).mkdir(parents=True)
+    (root / "reports").mkdir(exist_ok=True)
+    (root / DRAFT / "config.json").write_text(json.dumps(passing.CONFIG | {"vocab_size": V, "draft_vocab_size": V}))
+    extra = {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.ones(V, dtype=torch.bool)}
+    save_file(tensors | extra, root / DRAFT / "model.safetensors")
+    merged = MergedManifest.read(MERGED_MANIFEST)
+    record = passing.record().model_copy(
+        update={
+            "target": identity,
+            "capture": merged.capture,
+            "merged_digest": merged.digest(),
+            "gate_training_digest": GateReport.read(report_path("training")).digest(),
+            "draft_vocab_size": V,
+            "weights_digest": file_digest(root / DRAFT / "model.safetensors"),
+            "config_digest": file_digest(root / DRAFT / "config.json"),
+        }
+    )
+    record.write(root / DRAFT / DRAFT_RECORD)
+    named = {"draft_digest": record.digest()}
+    passing.deployment_evidence().train.model_copy(update=named).write(root / TRAIN_METRICS)
+    by_domain = {d: passing.accept(1.7) for d in ("coding", "agentic", "general")}
+    passing.serve().model_copy(update={**named, "served_by_domain": by_domain}).write(root / SERVE_EVIDENCE)
+    policy = passing.policy().model_copy(update=named)
+    policy.write(root / POLICY)
+    benchmark = passing.benchmark().model_copy(update={**named, "policy_digest": policy.digest()})
+    benchmark.write(root / BENCHMARK_EVIDENCE)
+
+
+def test_a_draft_in_step_passes_and_its_page_is_written_then_faults_are_refused(
+    line: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture(monkeypatch)
+    judge(monkeypatch, "training")
+    write_draft(line)
+    report = judge(monkeypatch, "deployment")
+    assert failed(report) == {} and "Fit to serve" in PAGE.read_text()
+    assert report.subject_digest == DraftRecord.read(line / DRAFT / DRAFT_RECORD).digest()
+
+    path = line / DRAFT / "config.json"
+    good, config = path.read_text(), json.loads(path.read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 3, 5]
+    path.write_text(json.dumps(config))
+    found = failed(judge(monkeypatch, "deployment"))
+    assert "config.json: sha256:" in found["evidence, draft, data and target are links of one chain"]
+    assert (
+        "points that the engine makes of the layer ids"
+        in found["config.json makes the engine feed and read what was trained"]
+    )
+    path.write_text(good)
+
+    (line / "releases/abc").mkdir(parents=True)
+    passing.release().model_copy(update={"accept_length": 1.9}).write(line / "releases/abc/release.json")
+    (line / "releases/current.json").write_text('{"release": "abc"}')
+    found = failed(judge(monkeypatch, "deployment"))
+    assert [f for f in found if "last release's" in f] and "1.600 against 1.900" in next(iter(found.values()))
+    assert "Refused before production" in PAGE.read_text()

@@ -353,7 +353,7 @@ def _losslessness(e: Evidence, params: Params) -> Table:
         "mode": "greedy",
         "compared": compared,
         "identical_share": greedy.identical / compared if compared else 0.0,
-        "words": f"{greedy.identical} of {compared} answers identical, {greedy.near_ties} near ties apart"
+        "words": f"{greedy.identical} of {compared} answers identical, {greedy.near_ties} near tie{'s' * (greedy.near_ties != 1)} apart"
         + (f"; differing: {', '.join(greedy.differing_prompt_ids[:5])}" if greedy.differing_prompt_ids else ""),
     }
     checks = (

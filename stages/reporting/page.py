@@ -36,7 +36,7 @@ def render(line: Line, params: Params | None = None) -> str:
     environment = Environment(
         loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"count": number, "percent": _percent, "digest": _short}
+    environment.filters |= {"count": number, "percent": _percent, "digest": _short, "code": _code}
     return environment.get_template("page.html").render(
         css=Markup((here / "page.css").read_text(encoding="utf-8")),
         line=line,
@@ -94,7 +94,8 @@ def key_figures(line: Line) -> list[tuple[str, str, str]]:
         if one:
             figures.append((f"{one.ratio:.2f} ×", "plain decoding", f"policy, concurrency {one.concurrency}"))
         off = line.benchmark.speculation_off_above
-        figures.append(("always" if off is None else f"≤ {off}", "requests at once", "where speculation is on"))
+        words = "always" if off is None else "never" if off == 0 else f"≤ {off}"
+        figures.append((words, "requests at once", "where speculation is on"))
     if line.serve:
         greedy = line.serve.greedy
         figures.append(
@@ -149,10 +150,8 @@ def _curves(line: Line, params: Params | None) -> dict[str, Any] | None:
     found = {"training": line.training_curves.get("loss", []), "held out": line.held_out_curves.get("loss", [])}
     loss = [Series(name, points, f"s{2 * i}", dots=i > 0) for i, (name, points) in enumerate(found.items()) if points]
     held = [
-        Series(name, points, _style(name, i), dots=True)
-        for i, (name, points) in enumerate(
-            sorted(_accept_columns(line).items(), key=lambda c: (c[0] != "overall", c[0]))
-        )
+        Series(name, points, _style(name, line), dots=True)
+        for name, points in (sorted(_accept_columns(line).items(), key=lambda c: (c[0] != "overall", c[0])))
     ]
     least = params.gates.deployment.min_accept_length if params else None
     if not loss and not held:
@@ -180,8 +179,10 @@ def _accept_columns(line: Line) -> dict[str, Any]:
     }
 
 
-def _style(name: str, i: int) -> str:
-    return _STYLE.get(name, f"s{1 + (i - 1) % 4}")
+def _style(name: str, line: Line) -> str:
+    """A domain looks the same in every chart."""
+    domains = sorted({s.domain for s in line.prepared.sources}) if line.prepared else []
+    return _STYLE.get(name, f"s{1 + domains.index(name) % 4}" if name in domains else "s4")
 
 
 def _accept(line: Line, params: Params | None) -> dict[str, Any] | None:
@@ -197,8 +198,8 @@ def _accept(line: Line, params: Params | None) -> dict[str, Any] | None:
     if apart:
         rows.append(Interval("unseen kind", apart.accept_length, apart.low, apart.high))
     series = [
-        Series(n, [(float(i + 1), v) for i, v in enumerate(a.by_position)], _style(n, k), dots=True)
-        for k, (n, a) in enumerate(found.items())
+        Series(n, [(float(i + 1), v) for i, v in enumerate(a.by_position)], _style(n, line), dots=True)
+        for n, a in found.items()
     ]
     steps = [float(i + 1) for i in range(line.serve.draft_steps)]
     return {
@@ -336,6 +337,12 @@ def _chain(line: Line) -> list[tuple[str, str, str]]:
 
 def _percent(value: float, digits: int = 0) -> str:
     return f"{value * 100:.{digits}f}\u202f%"
+
+
+def _code(words: str) -> Markup:
+    """Text with `commands` set as code."""
+    parts = words.split("`")
+    return Markup("").join(Markup("<code>{}</code>").format(p) if i % 2 else p for i, p in enumerate(parts))
 
 
 def _short(value: str) -> str:

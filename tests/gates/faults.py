@@ -743,7 +743,7 @@ DEPLOYMENT = (
     Fault("another claim", "parity", "the engine says that it feeds the points of the record", parity(1, claimed_point=4), "4 against 3"),
     Fault("two as near", "parity", "the claimed point is nearer than every other", parity(1, next_best_distance=5e-5), "slot 1"),
     Fault("all near ties", "losslessness", "answers could be compared", inside("serve", "greedy", identical=0, near_ties=16), ": 0", ("greedy answers are those of plain decoding",)),
-    Fault("other answers", "losslessness", "greedy answers are those of plain decoding", inside("serve", "greedy", identical=14), "14 of 15 answers identical, 1 near ties apart"),
+    Fault("other answers", "losslessness", "greedy answers are those of plain decoding", inside("serve", "greedy", identical=14), "14 of 15 answers identical, 1 near tie apart"),
     Fault(
         "weak domain",
         "accept length",
