@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -37,14 +36,14 @@ from stages.contracts.manifest import (
     CaptureManifest,
     MergedManifest,
     PreparedManifest,
-    TargetIdentity,
 )
 from stages.contracts.params import Params, load_params
 from stages.contracts.progress import progress
 from stages.contracts.release import RELEASES, ReleaseRecord
 from stages.contracts.report import GateName, GateReport, report_path
 from stages.gates import deployment, extraction, training
-from stages.gates._judge import Table, judge
+from stages.gates._joined import Stored, always_there, blank_folder, chain, coverage, join_rows
+from stages.gates._judge import Table, judge, summary
 from stages.reporting.page import write_page
 from stages.targets import identify_target, load_target, locate_target
 
@@ -122,6 +121,7 @@ def template_opening(folder: Path) -> tuple[tuple[int, ...], int | None]:
 def gather_training(params: Params) -> Gathered:
     """Stored states against prepared rows and against the target run again; the draft vocabulary."""
     import numpy as np
+    import pandas as pd
     import torch
     from safetensors.numpy import load_file
 
@@ -142,21 +142,19 @@ def gather_training(params: Params) -> Gathered:
     evidence = training.Evidence(
         manifest=merged,
         folders=folders,
-        rows=join_rows(rows, stored, store),
+        rows=join_rows(rows, stored, pd.read_parquet(MERGED / "index.parquet")),
         slots=slots,
         last=last,
         target_ids=tuple(target_ids.tolist()),
         in_t2d=marked,
         always=always_there(folder),
         coverage=coverage(rows, marked, merged, params),
-        chain=training_chain(prepared, capture, merged, identify_target(folder, params.target.name), params),
+        chain=chain(prepared, capture, merged, identify_target(folder, params.target.name), params),
     )
     return "merged rows and states", merged.digest(), training.tables(evidence, params)
 
 
-def look_at_folders(
-    folders: Sequence[CapturedFolder], store: RowStore, rows: DataFrame
-) -> tuple[DataFrame, dict[str, list[dict[str, Any]]]]:
+def look_at_folders(folders: Sequence[CapturedFolder], store: RowStore, rows: DataFrame) -> tuple[DataFrame, Stored]:
     """Facts a folder, and facts a stored row by row id. A folder that cannot be opened is a fact too."""
     import pandas as pd
     import torch
@@ -169,10 +167,10 @@ def look_at_folders(
         for r, i, m in zip(rows["row_id"], rows["input_ids"], rows["loss_mask"], strict=True)
     }
     facts: list[dict[str, Any]] = []
-    stored: dict[str, list[dict[str, Any]]] = {}
+    stored: Stored = {}
     with progress(sum(f.tokens for f in folders), "gate-training: stored states", "tokens") as advance:
         for f in folders:
-            fact, path = _blank_folder(f), store.root / f.name / ROWS
+            fact, path = blank_folder(f), store.root / f.name / ROWS
             facts.append(fact)
             fact["found_digest"] = file_digest(path) if path.exists() else "no such file"
             try:
@@ -191,54 +189,11 @@ def look_at_folders(
     return pd.DataFrame(facts), stored
 
 
-def _blank_folder(f: CapturedFolder) -> dict[str, Any]:
-    known = {"folder": f.name, "source": f.source, "start": f.start, "end": f.end, "tokens": f.tokens}
-    recorded = {"recorded_digest": f.rows_digest, "recorded_config": f.config_digest}
-    unknown = {"found_config": "unread", "capture": "unread", "rows_stored": -1, "tokens_stored": -1}
-    return {**known, **recorded, **unknown, "slots": -1, "width": -1, "dtype": "unread", "fault": "none"}
-
-
 def _dtype(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def join_rows(rows: DataFrame, stored: dict[str, list[dict[str, Any]]], store: RowStore) -> DataFrame:
-    """One line a row that is prepared, captured or indexed."""
-    import pandas as pd
-
-    index: dict[str, list[dict[str, Any]]] = {}
-    for entry in pd.read_parquet(MERGED / "index.parquet").to_dict("records"):
-        index.setdefault(entry["row_id"], []).append(entry)
-    times, lengths = Counter(rows["row_id"]), dict(zip(rows["row_id"], rows["input_ids"].map(len), strict=True))
-    split = dict(zip(rows["row_id"], rows["split"], strict=True))
-    lines: list[dict[str, Any]] = []
-    for row_id in dict.fromkeys([*times, *stored, *index]):
-        s, i = (stored.get(row_id) or [{}])[0], (index.get(row_id) or [{}])[0]
-        place = ("folder", "row_in_folder", "offset")
-        lines.append(
-            {
-                "row_id": row_id,
-                "folder": s.get("folder", "no folder"),
-                "times_prepared": times.get(row_id, 0),
-                "times_captured": len(stored.get(row_id, ())),
-                "times_indexed": len(index.get(row_id, ())),
-                "tokens": lengths.get(row_id, -1),
-                "stored_tokens": s.get("tokens", -1),
-                "ids_equal": bool(s.get("ids_equal", False)),
-                "mask_equal": bool(s.get("mask_equal", False)),
-                "not_finite": s.get("nan", 0) + s.get("inf", 0),
-                "zero_states": s.get("zero_states", 0),
-                "constant_slots": s.get("constant_slots", 0),
-                "index_finds_it": bool(s) and all(s.get(k) == i.get(k) for k in place),
-                "split_equal": split.get(row_id) == i.get("split"),
-            }
-        )
-    return pd.DataFrame(lines)
-
-
-def choose_rows(
-    store: RowStore, folders: Sequence[CapturedFolder], stored: dict[str, list[dict[str, Any]]], params: Params
-) -> list[ProbeRow]:
+def choose_rows(store: RowStore, folders: Sequence[CapturedFolder], stored: Stored, params: Params) -> list[ProbeRow]:
     """A sample by hash, spread over the folders: the same rows for the same data, and no folder twice before all once."""
     from stages.capture.probe import ProbeRow
 
@@ -296,67 +251,6 @@ def _own_reading(target: Decoder, rows: Sequence[ProbeRow]) -> tuple[float, floa
         nll += float(F.cross_entropy(own, ids[1:][asked], reduction="sum"))
         total += len(asked)
     return equal / max(total, 1), nll / max(total, 1)
-
-
-def always_there(folder: Path) -> dict[str, int]:
-    """EOS and the tokenizer's special tokens, by name."""
-    config, tokenizer = (json.loads((folder / n).read_text()) for n in ("config.json", "tokenizer.json"))
-    eos = config.get("eos_token_id")
-    named = {
-        str(t["content"]): int(t["id"]) for t in tokenizer.get("added_tokens", []) if t["id"] < config["vocab_size"]
-    }
-    ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return {**named, **{f"end of sequence {i}": int(i) for i in ends if i not in named.values()}}
-
-
-def coverage(rows: DataFrame, marked: frozenset[int], merged: MergedManifest, params: Params) -> DataFrame:
-    """Share of supervised tokens that the draft can say, counted again."""
-    import numpy as np
-    import pandas as pd
-
-    known = np.zeros(max(merged.target.vocab_size, max(marked, default=0) + 1), bool)
-    known[list(marked)] = True
-    said = [np.asarray(i)[np.asarray(m) == 1] for i, m in zip(rows["input_ids"], rows["loss_mask"], strict=True)]
-    counted = rows[["split", "domain"]].assign(hits=[int(known[s].sum()) for s in said], total=[len(s) for s in said])
-    gate, was = params.gates.training, merged.coverage
-    held = counted[counted["split"] == "held_out"]
-    sets = [
-        ("train", counted[counted["split"] == "train"], was.train, gate.min_train_coverage),
-        ("held out", held, was.held_out, gate.min_held_out_coverage),
-        *((f"held out, {d}", held[held["domain"] == d], c, 0.0) for d, c in sorted(was.by_domain_held_out.items())),
-    ]
-    lines: list[dict[str, Any]] = []
-    for name, part, recorded, least in sets:
-        share = float(part["hits"].sum() / max(part["total"].sum(), 1))
-        words = f"{share:.1%} of {part['total'].sum()} tokens, least {least:.1%}"
-        lines.append(
-            {"set": name, "recorded": round(recorded, 9), "found": round(share, 9), "least": least, "words": words}
-        )
-    return pd.DataFrame(lines)
-
-
-def training_chain(
-    prepared: PreparedManifest, capture: CaptureManifest, merged: MergedManifest, target: TargetIdentity, params: Params
-) -> DataFrame:
-    """What has to be equal along prepared rows, states and merged set."""
-    import pandas as pd
-
-    pairs: list[tuple[str, Any, Any]] = [
-        ("prepared rows of the merged set", prepared.digest(), merged.prepared_digest),
-        ("prepared rows of the states", prepared.digest(), capture.prepared_digest),
-        ("states of the merged set", capture.digest(), merged.capture_digest),
-        ("index.parquet", merged.index_digest, file_digest(MERGED / "index.parquet")),
-        ("vocabulary.safetensors", merged.vocabulary_digest, file_digest(MERGED / "vocabulary.safetensors")),
-        ("weights that the states were captured from", target.weights_digest, merged.capture.weights_digest),
-        ("weights that answered", target.weights_digest, merged.target.weights_digest),
-        ("tokenizer", target.tokenizer_digest, merged.target.tokenizer_digest),
-        ("chat template", target.template_digest, merged.target.template_digest),
-        ("points", list(params.capture.points), list(merged.capture.points)),
-        ("layers", params.target.layers, merged.capture.layers),
-        ("hidden size", params.target.hidden_size, merged.capture.hidden_size),
-        ("compute dtype", params.target.dtype, merged.capture.compute_dtype),
-    ]
-    return pd.DataFrame([{"item": i, "expected": str(e), "found": str(f)} for i, e, f in pairs])
 
 
 def gather_deployment(params: Params) -> Gathered:
@@ -437,27 +331,6 @@ GATHER: dict[str, Callable[[Params], Gathered]] = {
     "training": gather_training,
     "deployment": gather_deployment,
 }
-
-
-def summary(report: GateReport) -> str:
-    """The report for a terminal: counts, then each failed check in full."""
-    failed = [c for c in report.checks if not c.success]
-    tables = dict.fromkeys(c.table for c in report.checks)
-    lines = [f"gate-{report.gate}: {report.subject} {report.subject_digest[:19]}"]
-    for table in tables:
-        checks = [c for c in report.checks if c.table == table]
-        bad = sum(not c.success for c in checks)
-        lines.append(f"  {table:<20} {len(checks):>3} checks, " + (f"{bad} failed" if bad else "all passed"))
-    for c in failed:
-        parts = (
-            ("where", "; ".join(c.failing)),
-            ("expected", c.expected),
-            ("got", c.actual),
-            ("why", c.why),
-            ("do", c.do),
-        )
-        lines += ["", f"  failed: {c.table}: {c.assertion}", *(f"    {n + ':':<10}{v}" for n, v in parts if v)]
-    return "\n".join(lines)
 
 
 def choose(arguments: Sequence[str]) -> GateName:

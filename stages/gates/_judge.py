@@ -191,6 +191,27 @@ def judge(gate: GateName, subject: str, subject_digest: str, tables: Sequence[Ta
     )
 
 
+def summary(report: GateReport) -> str:
+    """The report for a terminal: counts, then each failed check in full."""
+    failed = [c for c in report.checks if not c.success]
+    tables = dict.fromkeys(c.table for c in report.checks)
+    lines = [f"gate-{report.gate}: {report.subject} {report.subject_digest[:19]}"]
+    for table in tables:
+        checks = [c for c in report.checks if c.table == table]
+        bad = sum(not c.success for c in checks)
+        lines.append(f"  {table:<20} {len(checks):>3} checks, " + (f"{bad} failed" if bad else "all passed"))
+    for c in failed:
+        parts = (
+            ("where", "; ".join(c.failing)),
+            ("expected", c.expected),
+            ("got", c.actual),
+            ("why", c.why),
+            ("do", c.do),
+        )
+        lines += ["", f"  failed: {c.table}: {c.assertion}", *(f"    {n + ':':<10}{v}" for n, v in parts if v)]
+    return "\n".join(lines)
+
+
 def _demand_computed(table: Table, result: Any) -> None:
     """Great Expectations reports its own exceptions as ordinary failures; tell them apart."""
     info: dict[str, Any] = result.exception_info or {}

@@ -69,7 +69,7 @@ def verdict(line: Line) -> dict[str, str]:
                 + (
                     "The release that serves now stays as it is."
                     if gate == "deployment"
-                    else "Nothing made before it was touched."
+                    else "Nothing that was made before has been touched."
                 ),
             }
         if state == "missing" and line.subject_digest(gate) is None:
@@ -102,7 +102,7 @@ def key_figures(line: Line) -> list[tuple[str, str, str]]:
             (
                 f"{greedy.identical} / {greedy.requests}",
                 "answers",
-                f"identical to plain decoding, {greedy.near_ties} near ties",
+                f"identical to plain decoding, {greedy.near_ties} near tie{'s' * (greedy.near_ties != 1)}",
             )
         )
     elif line.prepared:
