@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,7 +68,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def whole_folder(path: Path) -> Generator[Path, None, None]:
     """Give a folder to fill; on a clean exit it is synced and renamed to `path`, on an exception it is removed.
 
     An existing `path` is replaced only once the new folder is complete.
