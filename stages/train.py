@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import torch
@@ -23,19 +18,20 @@ from stages.capture.dialects import layer_ids
 from stages.capture.store import RowStore
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import ParamsError, Refusal, run
-from stages.contracts.evidence import TRAIN_CURVES, TRAIN_METRICS, AcceptLength, TrainMetrics
-from stages.contracts.files import Fact, canonical, digest, file_digest, whole_folder, write_whole
+from stages.contracts.evidence import TRAIN_CURVES, TRAIN_METRICS, TrainMetrics
+from stages.contracts.files import canonical, digest, file_digest, whole_folder
 from stages.contracts.manifest import HIDDEN_STATES, MERGED, MERGED_MANIFEST, MergedManifest, TargetIdentity
 from stages.contracts.params import Params, load_params
-from stages.contracts.progress import progress
 from stages.contracts.report import GateReport, demand
 from stages.drafts.eagle3 import (
-    Ahead,
     BatchOrder,
+    Best,
     Eagle3,
+    HeldOut,
     PackedBatch,
     ResumePoints,
     Schedule,
+    Session,
     Teacher,
     Trainer,
     check_vocabulary,
@@ -47,7 +43,6 @@ from stages.targets import identify_target, load_target, locate_target
 
 WORK = Path(".cache/train")
 _LAYOUT = 1  # of resume points: part of their key, raised when their content changes meaning
-_SHOWN_STEPS = 10  # a line of the training curve averages this many optimizer steps
 
 
 @dataclass(frozen=True)
@@ -156,14 +151,6 @@ def read_rows(store: RowStore, device: torch.device) -> Rows:
     return Rows(store, tuple(split["train"]), tuple(split["held_out"]), device)
 
 
-class HeldOut(Fact):
-    """Held-out figures of one draft: mean KL in nats over roots, and accept length."""
-
-    loss: float
-    overall: AcceptLength
-    by_domain: dict[str, AcceptLength]
-
-
 @torch.no_grad()
 def evaluate(draft: Eagle3, teacher: Teacher, rows: Rows, params: Params) -> HeldOut:
     """Simulate every held-out row's first answer as the server would decode it."""
@@ -185,124 +172,6 @@ def evaluate(draft: Eagle3, teacher: Teacher, rows: Rows, params: Params) -> Hel
         overall=overall,
         by_domain=by_domain(answers, domains, told.steps_ahead, told.seed),
     )
-
-
-class Curves:
-    """What DVC plots: training.csv (a line every few steps, means over them) and held_out.csv (a line an evaluation)."""
-
-    def __init__(self, steps_ahead: int, state: dict[str, Any] | None = None) -> None:
-        self.training: list[dict[str, float]] = []
-        self.held_out: list[dict[str, float]] = []
-        self._sums = [0.0] * (2 + 2 * steps_ahead)  # steps, loss, hits and tries by draft step, since the last line
-        if state:
-            self.training, self.held_out, self._sums = state["training"], state["held_out"], state["sums"]
-
-    def state(self) -> dict[str, Any]:
-        return {"training": self.training, "held_out": self.held_out, "sums": self._sums}
-
-    def trained(self, step: int, rate: float, loss: float, ahead: Ahead) -> None:
-        """After `step` optimizer steps."""
-        self._sums = [a + b for a, b in zip(self._sums, (1, loss, *ahead.hits, *ahead.tried), strict=True)]
-        if step % _SHOWN_STEPS:
-            return
-        steps, total, *counts = self._sums
-        hits, tried = counts[: len(ahead.hits)], counts[len(ahead.hits) :]
-        accuracy = {f"accuracy_{i}": h / max(1, t) for i, (h, t) in enumerate(zip(hits, tried, strict=True), start=1)}
-        self.training.append({"step": step, "loss": total / steps, "learning_rate": rate, **accuracy})
-        self._sums = [0.0] * len(self._sums)
-
-    def measured(self, step: int, found: HeldOut) -> None:
-        """After an evaluation."""
-        domains = {f"accept_length_{name}": a.accept_length for name, a in found.by_domain.items()}
-        self.held_out.append(
-            {"step": step, "loss": found.loss, "accept_length": found.overall.accept_length, **domains}
-        )
-
-    def write(self, folder: Path) -> None:
-        for name, lines in (("training", self.training), ("held_out", self.held_out)):
-            text = io.StringIO()
-            columns = ["step", "loss", *sorted(set(lines[0] if lines else ()) - {"step", "loss"})]
-            writer = csv.DictWriter(text, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({k: v if k == "step" else round(v, 6) for k, v in line.items()} for line in lines)
-            write_whole(folder / f"{name}.csv", text.getvalue().encode())
-
-
-class Best(Fact):
-    """The best draft so far by held-out accept length; its weights are kept beside."""
-
-    step: int
-    roots_seen: int
-    train_loss: float
-    found: HeldOut
-
-
-class Session:
-    """One training run: what has been done, and how to go on from a resume point."""
-
-    def __init__(self, trainer: Trainer, rows: Rows, params: Params, points: ResumePoints) -> None:
-        self.trainer, self.rows, self.params, self.points = trainer, rows, params, points
-        told = params.train
-        self.order = BatchOrder([row.length for row in rows.train], told.batch_tokens, told.seed)
-        self.curves, self.roots_seen = Curves(told.steps_ahead), 0
-        self.best: Best | None = None
-        self.best_weights: dict[str, Tensor] = {}
-
-    def resume(self) -> None:
-        """Go on from the last resume point, when there is one."""
-        if (point := self.points.load()) is None:
-            return
-        step, tensors, state = point
-        self.best_weights = {n.removeprefix("best."): t for n, t in tensors.items() if n.startswith("best.")}
-        self.trainer.load(step, tensors)
-        self.curves, self.roots_seen = Curves(self.params.train.steps_ahead, state["curves"]), state["roots_seen"]
-        self.best = Best.model_validate(state["best"]) if state["best"] else None
-        print(f"train: resumed after step {step}", file=sys.stderr, flush=True)
-
-    def save(self) -> None:
-        """Write a resume point."""
-        state = {"curves": self.curves.state(), "roots_seen": self.roots_seen}
-        best = self.best.model_dump(mode="json") if self.best else None
-        kept = {f"best.{n}": t for n, t in self.best_weights.items()}
-        self.points.save(self.trainer.step, self.trainer.tensors() | kept, state | {"best": best})
-
-    def measure(self, loss: float) -> HeldOut:
-        """Evaluate the averaged weights on the held-out rows; keep them when they are the best so far."""
-        draft = self.trainer.averaged()
-        found = evaluate(draft, self.trainer.teacher, self.rows, self.params)
-        self.curves.measured(self.trainer.step, found)
-        if self.best is None or found.overall.accept_length > self.best.found.overall.accept_length:
-            self.best = Best(step=self.trainer.step, roots_seen=self.roots_seen, train_loss=loss, found=found)
-            self.best_weights = {n: t.clone() for n, t in draft.state_dict().items()}
-        return found
-
-    def run(self) -> Best:
-        """Train to the end, or from the resume point to the end."""
-        told, started, seen, accepted = self.params.train, time.monotonic(), 0, ""
-        with progress(told.optimizer_steps, "train", "steps") as advance:
-            advance(self.trainer.step)
-            while self.trainer.step < told.optimizer_steps:
-                batch = self.rows.pack([self.rows.train[i] for i in self.order(self.trainer.step)])
-                rate = self.trainer.schedule.rate(self.trainer.step)
-                ahead = self.trainer.train(batch)
-                step, loss = self.trainer.step, float(ahead.loss.detach())
-                self.roots_seen, seen = self.roots_seen + len(ahead.roots), seen + len(ahead.roots)
-                self.curves.trained(step, rate, loss, ahead)
-                last = step == told.optimizer_steps
-                if last or step % told.evaluate_every == 0:
-                    accepted = f"held-out accept length {self.measure(loss).overall.accept_length:.3f}"
-                if step % told.checkpoint_every == 0 and not last:
-                    self.save()
-                speed = seen / (time.monotonic() - started)
-                advance(1, f"loss {loss:.3f} {accepted} {speed:.0f} tokens/s")
-        assert self.best is not None
-        return self.best
-
-    def best_draft(self) -> Eagle3:
-        """The draft to export."""
-        draft = self.trainer.averaged()
-        draft.load_state_dict(self.best_weights)
-        return draft
 
 
 def write_draft(
@@ -369,7 +238,15 @@ def main() -> None:
     )
     del target
     trainer = Trainer(draft, teacher, schedule_of(params))
-    session = Session(trainer, rows, params, ResumePoints(work_folder(params, merged)))
+    session = Session(
+        trainer,
+        ResumePoints(work_folder(params, merged)),
+        BatchOrder([row.length for row in rows.train], told.batch_tokens, told.seed),
+        pack=lambda numbers: rows.pack([rows.train[i] for i in numbers]),
+        evaluate=lambda draft: evaluate(draft, teacher, rows, params),
+        evaluate_every=told.evaluate_every,
+        checkpoint_every=told.checkpoint_every,
+    )
     session.resume()
     best = session.run()
     record = write_draft(session, best, params, merged, gate, (d2t, t2d))

@@ -116,7 +116,7 @@ class Trainer:
     def averaged(self) -> Eagle3:
         """The draft with its averaged weights: what is evaluated and exported."""
         copy = Eagle3(self.draft.config, self.draft.embedding)
-        copy.load_state_dict(self.average, strict=False)
+        copy.load_state_dict(self.draft.state_dict() | self.average)
         return copy.requires_grad_(False)
 
     def tensors(self) -> dict[str, Tensor]:

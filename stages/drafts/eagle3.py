@@ -1,13 +1,16 @@
 """EAGLE-3, the draft algorithm of this name in params.yaml: the module, its files, its training.
 
 The parts: _module.py (the layer, with a picture of what predicts what), _start.py (initial weights), _training.py
-(training-time test over packed rows), _loss.py (soft labels), _trainer.py (optimizer), _resume.py, _export.py (files).
+(training-time test over packed rows), _loss.py (soft labels), _trainer.py (optimizer), _session.py (a run), _resume.py,
+_curves.py, _export.py (files), and _decode.py for serving.
 """
 
+from stages.drafts._curves import Curves, HeldOut
 from stages.drafts._export import DraftCheckpoint, check_vocabulary, config_json, export, read_draft
 from stages.drafts._loss import Teacher
 from stages.drafts._module import Eagle3, Eagle3Config, rotary, rotate
 from stages.drafts._resume import ResumePoints
+from stages.drafts._session import Best, Session
 from stages.drafts._start import start_draft
 from stages.drafts._trainer import BatchOrder, Schedule, Trainer
 from stages.drafts._training import Ahead, PackedBatch, look_ahead
@@ -15,12 +18,16 @@ from stages.drafts._training import Ahead, PackedBatch, look_ahead
 __all__ = [
     "Ahead",
     "BatchOrder",
+    "Best",
+    "Curves",
     "DraftCheckpoint",
     "Eagle3",
     "Eagle3Config",
+    "HeldOut",
     "PackedBatch",
     "ResumePoints",
     "Schedule",
+    "Session",
     "Teacher",
     "Trainer",
     "check_vocabulary",
