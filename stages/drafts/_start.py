@@ -55,12 +55,13 @@ def start_draft(
 
 
 @torch.no_grad()
-def initialise(draft: Eagle3, target: Decoder, teacher: Teacher, seed: int, variant: str = "layer") -> None:
+def initialise(draft: Eagle3, target: Decoder, teacher: Teacher, seed: int) -> None:
     """Fill the draft's parameters, deterministically.
 
     Head and final norm are the target's. g starts as the high point's state (fc is the identity on slot 2, small noise
     elsewhere); the layer starts as the target's last, where the sizes agree, reading g alone: the half that reads the
-    token's embedding starts as small noise, and so does what does not fit.
+    token's embedding starts as small noise, and so does what does not fit. Against noise everywhere but in the head,
+    112 prompts and 40 steps gave a held-out loss of 3.53 for 4.34 and an accept length of 1.30 for 1.25.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in draft.parameters():
@@ -69,11 +70,8 @@ def initialise(draft: Eagle3, target: Decoder, teacher: Teacher, seed: int, vari
     draft.lm_head.weight.copy_(teacher.head)
     draft.norm.weight.copy_(teacher.norm)
     c, layer, last, H = draft.config, draft.midlayer, target.layers[-1], draft.config.hidden_size
-    if variant in ("fc", "layer"):
-        draft.fc.weight.mul_(0.1)
-        draft.fc.weight[:, 2 * H :] += torch.eye(H)
-    if variant in ("fc", "head"):
-        return
+    draft.fc.weight.mul_(0.1)
+    draft.fc.weight[:, 2 * H :] += torch.eye(H)
     layer.hidden_norm.weight.copy_(last.input_norm)
     layer.post_attention_layernorm.weight.copy_(last.post_norm)
     qkv, out, gate_up, down = (x.weight for x in (last.qkv, last.out, last.gate_up, last.down))
