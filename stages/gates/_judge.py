@@ -174,7 +174,8 @@ class Judge:
         found: dict[int, dict[str, Any]] = {}
         for result in outcome.results:
             _demand_computed(table, result)
-            found[int(result.expectation_config.meta["at"])] = {
+            told: Any = result.expectation_config
+            found[int(told.meta["at"])] = {
                 "success": bool(result.success),
                 "rows": [int(i) for i in result.result.get("unexpected_index_list") or ()],
             }

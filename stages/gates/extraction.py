@@ -112,7 +112,7 @@ def row_facts(evidence: Evidence) -> DataFrame:
     """One line a row: counts and comparisons that plain expectations can judge."""
     import pandas as pd
 
-    splits = evidence.rows.groupby("prompt_id")["split"].nunique()
+    splits: Any = evidence.rows.groupby("prompt_id")["split"].nunique()  # pandas is typed too widely to be of use
     facts = [_facts(row, evidence) for row in evidence.rows.to_dict("records")]
     frame = pd.DataFrame(facts, columns=_FACTS)
     frame["splits_of_prompt"] = frame["prompt_id"].map(splits)
@@ -273,7 +273,7 @@ def _row_expectations(evidence: Evidence, params: Params) -> tuple[Expectation, 
     )
 
 
-def _sources(evidence: Evidence, facts: DataFrame, params: Params) -> Table:
+def _sources(evidence: Evidence, facts: Any, params: Params) -> Table:
     import pandas as pd
 
     gate = params.gates.extraction
@@ -370,7 +370,7 @@ def _source_expectations(gate: Any) -> tuple[Expectation, ...]:
     )
 
 
-def _splits(evidence: Evidence, facts: DataFrame, params: Params) -> Table:
+def _splits(evidence: Evidence, facts: Any, params: Params) -> Table:
     import pandas as pd
 
     gate = params.gates.extraction
