@@ -24,7 +24,7 @@ from stages.acceptance.policy import choose_policy, speculation_off_above
 from stages.acceptance.prompts import Prompt, held_out_prompts, out_of_distribution_prompts, take
 from stages.acceptance.sweep import Trial, describe_arm, paired_interval, ratio_over_plain, turns
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
-from stages.contracts.errors import Refusal, run
+from stages.contracts.errors import DataError, Refusal, run
 from stages.contracts.evidence import (
     BENCHMARK_EVIDENCE,
     POLICY,
@@ -64,6 +64,16 @@ class Bench:
 
     def __init__(self, params: Params, prompts: Sequence[Prompt], others: Sequence[Prompt]) -> None:
         self.told, self.prompts = params.benchmark, prompts
+        # Long prompts spend the time on prefill, which speculation does not touch: they are counted, not timed.
+        self.timed = [p for p in prompts if len(p.ids) <= self.told.max_prompt_tokens]
+        if not self.timed:
+            raise DataError(
+                "No held-out prompt is short enough to be timed",
+                where="params.yaml: benchmark.max_prompt_tokens",
+                expected=f"at least {min(len(p.ids) for p in prompts)}, the shortest held-out prompt",
+                got=str(self.told.max_prompt_tokens),
+                do="raise it, or prepare.held_out_share",
+            )
         self.module: ModuleType = engines.load(params.serve.engine)
         target = load_target(locate_target(params.target.origin), params.target.device, params.target.dtype).pack()
         checkpoint = read_draft(DRAFT)
@@ -79,7 +89,7 @@ class Bench:
 
     def prompts_at(self, concurrency: int) -> list[Prompt]:
         """The prompts of a repeat: benchmark.requests, rounded up to whole rounds of the concurrency."""
-        return take(self.prompts, math.ceil(self.told.requests / concurrency) * concurrency)
+        return take(self.timed, math.ceil(self.told.requests / concurrency) * concurrency)
 
     def trial(self, engine: Any, concurrency: int, told: int | Callable[[int], int], tokens: int) -> Trial:
         """Serve one repeat."""
@@ -187,7 +197,6 @@ def measure_all(
         held_out_prompts(prepared),
         out_of_distribution_prompts(prepared, told.out_of_distribution_prompts),
     )
-    prompts = prompts[: max(2 * max(told.concurrencies), told.requests)]
     bench = Bench(params, prompts, others)
     about = {"engine": bench.module.NAME, "engine_version": bench.module.version(), "device": describe_device(params)}
     chains = [Way("speculative", k, k) for k in told.draft_steps]
@@ -197,7 +206,7 @@ def measure_all(
         bench, lambda c: [Way("policy", policy.steps_for(c), policy.steps_for)], "plain and policy"
     )
     steps = params.serve.draft_steps
-    _, domains = accept_lengths(bench, prompts, steps, "by domain")
+    _, domains = accept_lengths(bench, prompts[: 2 * max(told.concurrencies)], steps, "by domain")
     out_of_distribution, _ = accept_lengths(bench, others, steps, "out of distribution")
     evidence = BenchmarkEvidence(
         draft_digest=record.digest(),

@@ -233,6 +233,7 @@ def write_params(root: Path, target_folder: Path, changes: dict[str, dict[str, A
         "threads": 1,
     }
     params["prepare"] |= {"max_prompt_tokens": 160, "max_new_tokens": 32, "max_row_tokens": 256, "workers": 1}
+    params["benchmark"] |= {"max_prompt_tokens": 256}
     params["capture"] |= {"points": list(tiny.POINTS), "rows_per_folder": 6, "tokens_per_batch": 256}
     params["merge"] |= {"draft_vocab_size": vocabulary}  # byte tokens are always in: all there is
     params["train"] |= {

@@ -117,6 +117,7 @@ class Benchmark(Section):
     requests: Annotated[
         int, Field(ge=1, description="requests at concurrency 1; a multiple of the concurrency above it")
     ]
+    max_prompt_tokens: Positive
     max_new_tokens: Positive
     repeats: Annotated[int, Field(ge=3)]
     out_of_distribution_prompts: Annotated[int, Field(ge=0)]

@@ -13,7 +13,7 @@ from stages.contracts.report import Check
 from stages.gates import deployment, extraction, training
 from stages.gates._judge import Judge, Table
 from tests.gates import passing
-from tests.gates.faults import FAULTS, Fault, fact, field, unmeasured
+from tests.gates.faults import FAULTS, Fault, fact, field, ratio, unmeasured
 
 GATES: dict[str, tuple[ModuleType, Any]] = {
     "extraction": (extraction, passing.extraction_evidence()),
@@ -121,6 +121,12 @@ def test_a_load_without_a_policy_measurement_fails(judge: Judge) -> None:
     (table,) = changed("deployment", unmeasured(GATES["deployment"][1]))
     failed = {c.assertion: c for c in judge.checks(table) if not c.success}
     assert "ratio is never empty" in failed and "concurrency 4" in failed["ratio is never empty"].failing[0]
+
+
+def test_a_policy_that_noise_makes_look_slow_is_not_refused(judge: Judge) -> None:
+    noisy = ratio(1, ratio=0.95, low=0.88, high=1.02)(GATES["deployment"][1])
+    table = next(t for t in deployment.tables(noisy, PARAMS) if t.name == "policy")
+    assert all(c.success for c in judge.checks(table))
 
 
 def test_a_capped_answer_fails_when_the_policy_drops_them(judge: Judge) -> None:
