@@ -375,7 +375,7 @@ def serve() -> ServeEvidence:
         sampling=SamplingFidelity(prompts=2, draws=1000, temperature=0.8, distance=0.03, distance_plain=0.025),
         served=accept(1.6),
         served_by_domain={"coding": accept(1.7), "general": accept(1.4)},
-        simulated=accept(1.61),
+        simulated=accept(1.7),
         simulated_by_domain={"coding": accept(1.71), "general": accept(1.4)},
         requests=tuple(
             RequestRecord(
