@@ -83,7 +83,9 @@ def test_the_larger_set_has_about_a_thousand_prompts_of_the_same_target() -> Non
 
 def test_the_default_is_the_set_shipped_under_its_name() -> None:
     sets = {path.stem: path.read_bytes() for path in (ROOT / "params").glob("*.yaml")}
-    assert (ROOT / "params.yaml").read_bytes() in sets.values(), "edit the set in params/, then `make use PARAMS=<name>`"
+    assert (ROOT / "params.yaml").read_bytes() in sets.values(), (
+        "edit the set in params/, then `make use PARAMS=<name>`"
+    )
 
 
 def test_an_unknown_key_is_refused_by_name(tmp_path: Path) -> None:
