@@ -1,7 +1,8 @@
 """On-policy answers: the target's own continuation of every prompt, kept as it comes so that a killed run resumes.
 
-Answers are kept by content: a folder a generation setting, in it one append-only file a worker, a line an answer. What a
-crash cut off is generated again. How tokens are made is handed in as an `Answerer`; this file knows no engine.
+Answers are kept by content: a folder a generation setting, in it one append-only file a worker, a line an answer:
+[prompt id, finish, ids, digest of the three]. What a crash cut off, or what changed since it was written, is generated
+again. How tokens are made is handed in as an `Answerer`; this file knows no engine.
 """
 
 from __future__ import annotations
@@ -59,7 +60,12 @@ def answer_all(
     """
     folder = cache / digest(canonical(dict(settings)))[7:23]
     write_whole(folder / "settings.json", canonical(dict(settings)))
-    known = _read(folder)
+    known, unfit = _read(folder)
+    if unfit:
+        print(
+            f"{folder}: lines cut off or changed: {unfit} passed over; these answers are generated again",
+            file=sys.stderr,
+        )
     missing = sorted((p for p in prompts.items() if p[0] not in known), key=lambda p: (-len(p[1]), p[0]))
     if missing:
         with progress(len(missing), "answers", "prompts") as advance:
@@ -67,7 +73,7 @@ def answer_all(
                 _work(answerer, missing, folder / "worker-0.jsonl", advance)
             else:
                 _share(answerer, missing, folder, min(workers, len(missing)), advance)
-        known = _read(folder)
+        known, _ = _read(folder)
     absent = [p for p in prompts if p not in known]
     if absent:
         raise EngineError(
@@ -80,17 +86,35 @@ def answer_all(
     return {p: known[p] for p in prompts}
 
 
-def _read(folder: Path) -> dict[str, Generated]:
-    """Answers of all workers' files; lines that a crash cut off are passed over."""
+def _read(folder: Path) -> tuple[dict[str, Generated], int]:
+    """Answers of all workers' files, and the number of lines passed over because they are not as they were written."""
     known: dict[str, Generated] = {}
+    unfit = 0
     for path in sorted(folder.glob("worker-*.jsonl")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                prompt, finish, ids = json.loads(line)
-            except ValueError:
-                continue
-            known[prompt] = Generated(tuple(ids), finish)
-    return known
+        for line in path.read_bytes().splitlines():
+            answer = _parse(line)
+            if answer is not None:
+                known[answer[0]] = answer[1]
+            elif line.strip():
+                unfit += 1
+    return known, unfit
+
+
+def _parse(line: bytes) -> tuple[str, Generated] | None:
+    """(prompt id, answer) of a line; None when its shape or its digest does not fit."""
+    try:
+        match json.loads(line):
+            case [str() as prompt, ("stop" | "length") as finish, list() as ids, str() as told]:
+                whole = all(type(i) is int for i in ids) and told == _line_digest(prompt, finish, ids)
+                return (prompt, Generated(tuple(ids), finish)) if whole else None
+    except (ValueError, RecursionError):
+        pass
+    return None
+
+
+def _line_digest(prompt: str, finish: str, ids: Sequence[int]) -> str:
+    """16 hex digits of sha256 over a line's first three elements, as compact JSON."""
+    return digest(json.dumps([prompt, finish, list(ids)], separators=(",", ":")).encode())[7:23]
 
 
 def _work(answerer: Answerer, prompts: Sequence[Prompt], path: Path, told: Callable[[int, str], None]) -> None:
@@ -102,7 +126,8 @@ def _work(answerer: Answerer, prompts: Sequence[Prompt], path: Path, told: Calla
 
         def on_answer(prompt: str, ids: tuple[int, ...], finish: Finish) -> None:
             nonlocal tokens
-            file.write(json.dumps([prompt, finish, list(ids)], separators=(",", ":")) + "\n")
+            line = [prompt, finish, list(ids), _line_digest(prompt, finish, ids)]
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
             file.flush()
             tokens += len(ids)
             told(1, f"{tokens} tokens")

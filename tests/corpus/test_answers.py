@@ -61,6 +61,45 @@ def test_a_line_that_was_cut_off_is_generated_again(tmp_path: Path) -> None:
     assert answer_all(PROMPTS, Echo(), SETTINGS, tmp_path, 1) == expected()
 
 
+def test_a_changed_token_is_generated_again_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer_all(PROMPTS, Echo(), SETTINGS, tmp_path, 1)
+    assert "passed over" not in capsys.readouterr().err
+    (path,) = tmp_path.glob("*/worker-0.jsonl")
+    sound = path.read_text()
+    path.write_text(sound.replace("[5,4,3,", "[5,4,2,"))
+    assert path.read_text() != sound
+    again = Echo()
+    assert answer_all(PROMPTS, again, SETTINGS, tmp_path, 1) == expected()
+    assert again.asked == ["p5"]
+    assert "lines cut off or changed: 1 passed over" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"5",
+        b"null",
+        b'["p0","stop",5]',
+        b'["p0","stop",[0]]',
+        b'["p0","stop",[0.0],"0123456789abcdef"]',
+        b'["p0","stop",[NaN],"0123456789abcdef"]',
+        b'["p0","stop",[true],"0123456789abcdef"]',
+        b'[["p0"],"stop",[0],"0123456789abcdef"]',
+        b'["p0","stop",[0],16]',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+    ids=lambda line: line[:30].decode("latin-1"),
+)
+def test_a_line_of_another_shape_is_passed_over(tmp_path: Path, line: bytes) -> None:
+    answer_all(PROMPTS, Echo(), SETTINGS, tmp_path, 1)
+    (path,) = tmp_path.glob("*/worker-0.jsonl")
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    again = Echo()
+    assert answer_all(PROMPTS, again, SETTINGS, tmp_path, 1) == expected()
+    assert again.asked == []
+
+
 def test_other_settings_are_other_answers(tmp_path: Path) -> None:
     answer_all(PROMPTS, Echo(), SETTINGS, tmp_path, 1)
     other = Echo()
