@@ -6,13 +6,13 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from stages.contracts._aside import aside_of, remove, replace_folder, sweep
 from stages.contracts.errors import DataError
 
 FactT = TypeVar("FactT", bound="Fact")
@@ -55,43 +55,53 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def _named(path: Path) -> Generator[None, None, None]:
+    """Name `path` in an error of the system that names no file, as one of a full disk does."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write aside, fsync, rename: a reader sees the old bytes or the new ones, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    _fsync(path.parent)
+    sweep(path)
+    aside = aside_of(path, "part")
+    try:
+        with _named(path), aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+        _fsync(path.parent)
+    finally:
+        remove(aside)
 
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Generator[Path, None, None]:
-    """Give a folder to fill; on a clean exit it is synced and renamed to `path`, on an exception it is removed.
+    """Give a folder to fill; on a clean exit it is synced and takes the name `path`, on an exception it is removed.
 
-    An existing `path` is replaced only once the new folder is complete.
+    An existing `path` is replaced only once the new folder is complete. What a killed process left is swept first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    shutil.rmtree(aside, ignore_errors=True)
+    sweep(path)
+    aside = aside_of(path, "part")
     aside.mkdir()
     try:
-        yield aside
-        for file in aside.rglob("*"):
-            if file.is_file():
-                _fsync(file)
-        if path.exists():
-            old = path.with_name(f".{path.name}.{os.getpid()}.old")
-            path.replace(old)
-            aside.replace(path)
-            shutil.rmtree(old)
-        else:
-            aside.replace(path)
+        with _named(path):
+            yield aside
+            for file in aside.rglob("*"):
+                if file.is_file():
+                    _fsync(file)
+        replace_folder(aside, path)
         _fsync(path.parent)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
 
 
 class Fact(BaseModel):
@@ -122,6 +132,14 @@ class Fact(BaseModel):
                 f"No {cls.__name__} here",
                 where=str(path),
                 do="run `dvc repro`; `dvc status` tells which stage writes it",
+            ) from error
+        except OSError as error:
+            raise DataError(
+                f"The {cls.__name__} here cannot be read",
+                where=str(path),
+                expected="a file that this user may read",
+                got=error.strerror or str(error),
+                do="look at it with `ls -ld`; if it is no file, remove it and run `dvc repro`",
             ) from error
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, f['loc'])) or 'file'}: {f['msg']}" for f in error.errors())
