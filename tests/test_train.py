@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from stages import extract, merge, train
@@ -18,6 +19,8 @@ from stages.contracts.evidence import TRAIN_CURVES, TRAIN_METRICS, TrainMetrics
 from stages.contracts.files import file_digest
 from stages.contracts.manifest import HIDDEN_STATES, MERGED, MERGED_MANIFEST, MergedManifest
 from stages.contracts.report import report_path
+from stages.drafts import _resume
+from stages.drafts._resume import ResumePoints
 from stages.drafts.eagle3 import Trainer, read_draft
 from tests import line, tiny
 
@@ -112,7 +115,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Path:
     return point
 
 
-@pytest.mark.parametrize("fault", ["flip", "cut", "no state"])
+@pytest.mark.parametrize("fault", ["flip", "cut", "no tensors", "no state", "state cut", "state a folder"])
 def test_a_damaged_resume_point_is_refused_by_name(here: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     point = interrupted(monkeypatch)
     tensors = point / "tensors.safetensors"
@@ -122,11 +125,48 @@ def test_a_damaged_resume_point_is_refused_by_name(here: Path, monkeypatch: pyte
         tensors.write_bytes(data)
     elif fault == "cut":
         tensors.write_bytes(data[: len(data) // 2])
+    elif fault == "no tensors":
+        tensors.unlink()
     else:
-        (point / "resume.json").unlink()
-    with pytest.raises(DataError, match=r"step_000006/(tensors.safetensors|resume.json)"):
+        state = point / "resume.json"
+        text = state.read_text()
+        state.unlink()
+        if fault == "state cut":
+            state.write_text(text[: len(text) // 2])
+        elif fault == "state a folder":
+            state.mkdir()
+    with pytest.raises(DataError, match=r"step_000006/(tensors.safetensors|resume.json)") as told:
         train.main()
+    assert "A resume point is damaged" in told.value.what and f"`rm -r {point}`" in told.value.do
     assert not DRAFT.exists()
+    if fault == "state cut":
+        shutil.rmtree(point)
+        train.main()
+        assert DRAFT.exists()
+
+
+def test_a_copy_laid_beside_the_resume_points_is_none(tmp_path: Path) -> None:
+    points = ResumePoints(tmp_path)
+    points.save(15, {"weight": torch.ones(2)}, {"best": 1})
+    for stray in ("step_000099.bak", "step_99", "step_000099 (copy)"):
+        shutil.copytree(tmp_path / "step_000015", tmp_path / stray)
+    found = points.load()
+    assert found is not None and found[0] == 15 and found[2] == {"best": 1}
+
+
+def test_a_resume_point_that_the_disk_does_not_hold_is_an_error_with_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = ResumePoints(tmp_path)
+    points.save(15, {"weight": torch.ones(2)}, {})
+
+    def full(tensors: object, path: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(_resume, "save_file", full)
+    with pytest.raises(DataError, match=r"cannot be written(.|\n)*No space left(.|\n)*free some space"):
+        points.save(30, {"weight": torch.ones(2)}, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000015"]
 
 
 def test_a_resume_point_of_other_settings_is_left_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,12 @@ would look like success.
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,11 +38,15 @@ class ResumePoints:
         self.root = root
 
     def save(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
-        """Write the point after `step` steps; older ones go once it is there."""
+        """Write the point after `step` steps; older ones go once it is there.
+
+        Raises:
+            DataError: the tensors cannot be written; the older point stays.
+        """
         folder = self.root / f"step_{step:06d}"
         older = self._folders()
         with whole_folder(folder) as aside:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside / _TENSORS)
+            _save(tensors, aside / _TENSORS)
             digest = file_digest(aside / _TENSORS)
             ResumeState(step=step, tensors_digest=digest, progress=progress).write(aside / _STATE)
         for old in older:
@@ -51,21 +57,19 @@ class ResumePoints:
         """The last complete point: step, tensors, progress; None when there is none.
 
         Raises:
-            DataError: it is damaged.
+            DataError: it is damaged, and the words tell how to remove it alone.
         """
         folders = self._folders()
         if not folders:
             return None
         folder = folders[-1]
-        state = ResumeState.read(folder / _STATE)
-        if (got := file_digest(folder / _TENSORS)) != state.tensors_digest:
-            raise DataError(
-                "A resume point is damaged; training does not go on with fresh optimizer state in its place",
-                where=str(folder / _TENSORS),
-                expected=state.tensors_digest,
-                got=got,
-                do=f"remove {self.root} to train from the start",
-            )
+        try:
+            state = ResumeState.read(folder / _STATE)
+            got = file_digest(folder / _TENSORS)
+        except DataError as error:
+            raise _damaged(folder, error.where, error.expected or "a whole file", error.got or error.what) from error
+        if got != state.tensors_digest:
+            raise _damaged(folder, str(folder / _TENSORS), state.tensors_digest, got)
         return state.step, load_file(folder / _TENSORS), state.progress
 
     def clear(self) -> None:
@@ -73,4 +77,29 @@ class ResumePoints:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _folders(self) -> list[Path]:
-        return sorted(self.root.glob("step_*"))
+        """The points there are, oldest first; what a person laid beside them is none."""
+        named = [p for p in self.root.glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name)]
+        return sorted(named, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # its own type, for a full disk too
+        raise DataError(
+            "A resume point cannot be written",
+            where=str(path.parent.parent),
+            expected="room for the draft's weights and its optimizer state",
+            got=str(error),
+            do="free some space (`df -h`), then `dvc repro train`: it goes on from the last whole point",
+        ) from error
+
+
+def _damaged(folder: Path, where: str, expected: str, got: str) -> DataError:
+    return DataError(
+        "A resume point is damaged; training does not go on with fresh optimizer state in its place",
+        where=where,
+        expected=expected,
+        got=got,
+        do=f"`rm -r {folder}`, then `dvc repro train`: it goes on from the point before, or else from the start",
+    )
