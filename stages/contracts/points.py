@@ -15,6 +15,20 @@ def default_points(layers: int) -> tuple[int, int, int]:
     return (2, layers // 2, layers - 3)
 
 
+def even_points(layers: int) -> tuple[int, int, int]:
+    """First, middle and last place that can be captured: three distinct points from 4 layers on, where EAGLE's meet."""
+    return (1, layers // 2, layers - 1)
+
+
+def _proposal(layers: int) -> str:
+    if layers < 4:
+        return f"a target of {layers} layers is too shallow for three distinct points: 4 are the least"
+    low, middle, high = default_points(layers)
+    if low < middle < high < layers:
+        return f"for this target {[low, middle, high]} is usual"
+    return f"for this target take {list(even_points(layers))}, spaced evenly: EAGLE's usual ones meet in so few layers"
+
+
 def check_points(points: tuple[int, ...], layers: int, where: str = "params.yaml: capture.points") -> tuple[int, ...]:
     """Return `points` when they can be captured as auxiliary states of a target with `layers` decoder layers.
 
@@ -34,16 +48,12 @@ def check_points(points: tuple[int, ...], layers: int, where: str = "params.yaml
     if any(p >= layers for p in points):
         faults.append(f"{layers} is the last point of this target and no engine can capture it as an auxiliary state")
     if faults:
-        hint = default_points(layers)
-        good = len(set(hint)) == 3 and 0 < hint[0] < hint[1] < hint[2] < layers
         raise ParamsError(
             "These capture points cannot be used",
             where=where,
             expected=f"ascending, distinct points between 1 and {layers - 1} (number of decoder layers applied)",
             got=f"{list(points)}: " + "; ".join(faults),
-            do=f"for this target {list(hint)} is usual"
-            if good
-            else "this target is too shallow for three distinct points",
+            do=_proposal(layers),
         )
     return points
 
