@@ -24,6 +24,7 @@ from stages.contracts.manifest import (
     PreparedManifest,
 )
 from stages.contracts.report import GateName
+from stages.contracts.repository import demand_repository
 from stages.reporting.facts import Line, read_line
 from stages.reporting.page import PAGE
 
@@ -220,7 +221,8 @@ def as_table(records: list[Facts]) -> Table:
             f"{k.replace('_', ' ')} {_say(v)}" for k, v in record.items() if k not in ("stage", "state")
         )
         state = str(record["state"])
-        table.add_row(record["stage"], Text(state, style=_COLOUR[state]), figures)
+        # as Text, since a name or a path may hold square brackets, which a plain string would take for markup
+        table.add_row(record["stage"], Text(state, style=_COLOUR[state]), Text(figures))
     return table
 
 
@@ -241,11 +243,12 @@ def show_line(as_json: bool) -> None:
         print(json.dumps({"stages": records, "unreadable": line.unreadable, "page": str(PAGE)}, indent=1))
         return
     from rich.console import Console
+    from rich.text import Text
 
     console = Console()
     console.print(as_table(records))
     for fault in line.unreadable:
-        console.print(f"[red]unreadable[/red] {fault}")
+        console.print(Text.assemble(("unreadable", "red"), f" {fault}"))
     console.print(f"report: {PAGE}" if PAGE.exists() else "report: none yet, run `dvc repro`", style="dim")
 
 
@@ -269,6 +272,7 @@ def main() -> None:
     if arguments:
         show_path(Path(arguments[0]), as_json)
     else:
+        demand_repository()
         show_line(as_json)
 
 

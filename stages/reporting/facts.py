@@ -89,6 +89,14 @@ def read_line(root: Path = Path()) -> Line:
             line.unreadable.append(f"{path}: {error.what}. {error.got}"[:300])
             return None
 
+    def curves(name: str) -> Curves:
+        path = TRAIN_CURVES / f"{name}.csv"
+        try:
+            return read_curves(root / path)
+        except DataError as error:
+            line.unreadable.append(f"{path}: {error.what}. {error.got}"[:300])
+            return {}
+
     line.prepared = fact(PreparedManifest, PREPARED_MANIFEST)
     line.capture = fact(CaptureManifest, CAPTURE_MANIFEST)
     line.merged = fact(MergedManifest, MERGED_MANIFEST)
@@ -101,23 +109,37 @@ def read_line(root: Path = Path()) -> Line:
         report = fact(GateReport, report_path(gate))
         if report is not None:
             line.reports[gate] = report
-    line.training_curves = read_curves(root / TRAIN_CURVES / "training.csv")
-    line.held_out_curves = read_curves(root / TRAIN_CURVES / "held_out.csv")
+    line.training_curves = curves("training")
+    line.held_out_curves = curves("held_out")
     return line
 
 
 def read_curves(path: Path) -> Curves:
-    """Columns of a CSV against its `step` column; cells that are no number are left out."""
-    curves: Curves = {}
+    """Columns of a CSV against its `step` column; cells that are no number are left out, no file is no curves.
+
+    Raises:
+        DataError: a folder, unreadable, or no UTF-8 text in columns.
+    """
     if not path.exists():
-        return curves
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            step = _number(row.get("step"))
-            for name, cell in row.items():
-                value = _number(cell)
-                if step is not None and value is not None and name != "step":
-                    curves.setdefault(str(name), []).append((step, value))
+        return {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(
+            "These curves cannot be read",
+            where=str(path),
+            expected="a CSV file in UTF-8 with a `step` column",
+            got=str(error),
+            do="remove it and run `dvc repro train`",
+        ) from error
+    curves: Curves = {}
+    for row in rows:
+        step = _number(row.get("step"))
+        for name, cell in row.items():
+            value = _number(cell)
+            if step is not None and value is not None and name != "step":
+                curves.setdefault(str(name), []).append((step, value))
     return curves
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stages import glance
-from stages.contracts.errors import LineError
+from stages.contracts.errors import DataError, LineError
 from stages.contracts.manifest import FolderConfig
 from stages.contracts.report import report_path
 from stages.reporting.facts import read_line
@@ -56,6 +56,7 @@ def test_what_follows_changed_rows_is_stale_and_a_refusal_is_named(tmp_path: Pat
 
 def test_a_program_gets_json_and_no_heavy_library_is_loaded(tmp_path: Path, repo_root: Path) -> None:
     evidence.write_whole_line(tmp_path)
+    (tmp_path / "dvc.yaml").write_text("stages: {}\n")
     code = (
         "import sys; sys.argv = ['glance', '--json']; from stages import glance; glance.main(); "
         "heavy = {'torch', 'pandas', 'great_expectations', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules); "
@@ -100,3 +101,64 @@ def test_a_path_says_what_it_is(tmp_path: Path, path: str, what: str, words: str
 def test_a_path_that_says_nothing_is_an_error_with_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(LineError, match=r"Nothing here says what it is(.|\n)*python -m stages.glance"):
         glance.describe(tmp_path / "nowhere")
+
+
+def test_square_brackets_in_names_are_shown_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evidence.write_whole_line(tmp_path)
+    prepared = evidence.prepared()
+    odd = prepared.model_copy(update={"target": prepared.target.model_copy(update={"name": "odd[/b]"})})
+    odd.write(tmp_path / "data/prepared/prepared.json")
+    line = read_line(tmp_path)
+    line.unreadable.append("models/draft/draft_record.json: no valid DraftRecord. [/i]: not permitted")
+    monkeypatch.setattr(glance, "read_line", lambda: line)
+    glance.show_line(as_json=False)
+    shown = "".join(capsys.readouterr().out.split())
+    assert "targetodd[/b]" in shown and "[/i]:" in shown
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "words"),
+    [
+        ("reports/curves/training.csv", b"step,loss\n1,\xff\n", "These curves cannot be read. 'utf-8' codec"),
+        (
+            "reports/curves/held_out.csv",
+            b'step,loss\n1,"' + b"9" * 200_000,
+            "These curves cannot be read. field larger",
+        ),
+        ("reports/curves/training.csv", None, "These curves cannot be read. [Errno 21] Is a directory"),
+        ("models/draft/draft_record.json", None, "The DraftRecord here cannot be read. Is a directory"),
+    ],
+)
+def test_what_cannot_be_read_is_named_and_the_rest_is_told(
+    tmp_path: Path, path: str, content: bytes | None, words: str
+) -> None:
+    evidence.write_whole_line(tmp_path)
+    (tmp_path / path).unlink(missing_ok=True)
+    if content is None:
+        (tmp_path / path).mkdir(parents=True)
+    else:
+        (tmp_path / path).write_bytes(content)
+    line = read_line(tmp_path)
+    assert len(line.unreadable) == 1 and line.unreadable[0].startswith(f"{path}: {words}")
+    assert {r["stage"]: r["state"] for r in glance.stand(line)}["merge"] == "done"
+
+
+def test_a_record_that_is_a_folder_is_an_error_with_words(tmp_path: Path) -> None:
+    (tmp_path / "draft_record.json").mkdir()
+    with pytest.raises(DataError, match=r"DraftRecord here cannot be read(.|\n)*Is a directory(.|\n)*ls -ld"):
+        glance.describe(tmp_path)
+
+
+def test_outside_the_repository_a_glance_says_so_and_exits_with_2(tmp_path: Path, repo_root: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stages.glance"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(repo_root)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert "This is not the root of the repository" in done.stderr and f"where: {tmp_path}" in done.stderr
+    assert "dvc.yaml" in done.stderr
