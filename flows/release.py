@@ -27,6 +27,7 @@ from stages.contracts.evidence import POLICY, SERVE_EVIDENCE, ServeEvidence, Ser
 from stages.contracts.files import canonical, file_digest, whole_folder, write_whole
 from stages.contracts.release import RELEASES, ReleaseRecord
 from stages.contracts.report import GATE_REPORTS, GateReport, demand
+from stages.contracts.repository import demand_repository
 
 _GATES = ("extraction", "training", "deployment")
 _PAGE = Path("reports/index.html")
@@ -292,6 +293,7 @@ def list_releases(root: Path = Path()) -> str:
 def main() -> None:
     """Promote, roll back or list, from the repository root."""
     action = sys.argv[1] if len(sys.argv) == 2 else ""
+    demand_repository()
     if action == "list":
         print(list_releases())
     elif action in ("promote", "rollback"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -221,3 +223,18 @@ def test_the_list_marks_the_current_release(tmp_path: Path) -> None:
     lines = release.list_releases(tmp_path).splitlines()
     assert lines[0].startswith(" ") and lines[0].endswith(first)
     assert lines[1].startswith("*") and lines[1].endswith(second)
+
+
+@pytest.mark.parametrize("action", ["list", "promote", "rollback"])
+def test_outside_the_repository_a_command_says_so_and_makes_no_release_folder(
+    tmp_path: Path, repo_root: Path, action: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.release", action],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(repo_root)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and not done.stdout and not list(tmp_path.iterdir())
+    assert "This is not the root of the repository" in done.stderr and "dvc.yaml" in done.stderr
