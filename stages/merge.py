@@ -15,7 +15,7 @@ from safetensors.numpy import save
 from stages.capture.rows import Row, read_rows
 from stages.capture.store import RowStore
 from stages.contracts.errors import DataError, Refusal, run
-from stages.contracts.files import digest, file_digest, write_whole
+from stages.contracts.files import digest, file_digest, whole_folder, write_whole
 from stages.contracts.manifest import (
     HIDDEN_STATES,
     MERGED,
@@ -150,34 +150,34 @@ def write_vocabulary(path: Path, target: Path, counts: Ids, size: int) -> np.nda
 
 
 def write_merged(params: Params, prepared: PreparedManifest, capture: CaptureManifest, store: RowStore) -> None:
-    """Join, choose the vocabulary, write the three files; the manifest last."""
+    """Join, choose the vocabulary, write the three files, which replace the folder whole; the manifest last."""
     by_source = read_rows(prepared)
     rows = {row.row_id: row for members in by_source.values() for row in members}
     index = make_index(prepared, by_source, place_rows(capture, store, list(rows.values())))
     train = count_supervised((rows[r["row_id"]] for r in index if r["split"] == "train"), prepared.target.vocab_size)
-    MERGED_MANIFEST.unlink(missing_ok=True)
     target = locate_target(params.target.origin)
-    t2d = write_vocabulary(MERGED / "vocabulary.safetensors", target, train, params.merge.draft_vocab_size)
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(index, INDEX), sink, compression="zstd")
-    table = sink.getvalue().to_pybytes()
-    write_whole(MERGED / "index.parquet", table)
-    MergedManifest(
-        prepared_digest=prepared.digest(),
-        capture_digest=capture.digest(),
-        target=prepared.target,
-        capture=capture.capture,
-        folders=capture.folders,
-        rows=len(index),
-        train_rows=sum(r["split"] == "train" for r in index),
-        held_out_rows=sum(r["split"] == "held_out" for r in index),
-        tokens=sum(r["length"] for r in index),
-        supervised_tokens=sum(r["supervised_tokens"] for r in index),
-        draft_vocab_size=params.merge.draft_vocab_size,
-        coverage=measure_coverage(index, rows, t2d, train),
-        index_digest=digest(table),
-        vocabulary_digest=file_digest(MERGED / "vocabulary.safetensors"),
-    ).write(MERGED_MANIFEST)
+    with whole_folder(MERGED) as aside:
+        t2d = write_vocabulary(aside / "vocabulary.safetensors", target, train, params.merge.draft_vocab_size)
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(index, INDEX), sink, compression="zstd")
+        table = sink.getvalue().to_pybytes()
+        (aside / "index.parquet").write_bytes(table)
+        MergedManifest(
+            prepared_digest=prepared.digest(),
+            capture_digest=capture.digest(),
+            target=prepared.target,
+            capture=capture.capture,
+            folders=capture.folders,
+            rows=len(index),
+            train_rows=sum(r["split"] == "train" for r in index),
+            held_out_rows=sum(r["split"] == "held_out" for r in index),
+            tokens=sum(r["length"] for r in index),
+            supervised_tokens=sum(r["supervised_tokens"] for r in index),
+            draft_vocab_size=params.merge.draft_vocab_size,
+            coverage=measure_coverage(index, rows, t2d, train),
+            index_digest=digest(table),
+            vocabulary_digest=file_digest(aside / "vocabulary.safetensors"),
+        ).write(aside / MERGED_MANIFEST.name)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import ParamsError, Refusal, run
 from stages.contracts.evidence import TRAIN_CURVES, TRAIN_METRICS, TrainMetrics
 from stages.contracts.files import canonical, digest, file_digest, whole_folder
-from stages.contracts.manifest import HIDDEN_STATES, MERGED, MERGED_MANIFEST, MergedManifest, TargetIdentity
+from stages.contracts.manifest import HIDDEN_STATES, MERGED, MERGED_MANIFEST, MergedManifest, TargetIdentity, renewal
 from stages.contracts.params import Params, load_params
 from stages.contracts.report import GateReport, demand
 from stages.drafts.eagle3 import (
@@ -96,7 +96,7 @@ def demand_same_data(merged: MergedManifest, store: RowStore, target: TargetIden
                 where=str(where),
                 expected=f"{expected}, as in {MERGED_MANIFEST}",
                 got=got,
-                do=f"run `dvc repro {stage}`",
+                do=renewal(MERGED / "index.parquet", stage) if what == "index" else f"run `dvc repro {stage}`",
             )
     if merged.draft_vocab_size != params.merge.draft_vocab_size:
         raise ParamsError(
@@ -124,7 +124,7 @@ def read_vocabulary(merged: MergedManifest) -> tuple[Tensor, Tensor]:
             where=str(path),
             expected=merged.vocabulary_digest,
             got=got,
-            do="run `dvc repro merge`",
+            do=renewal(path, "merge"),
         )
     tensors = load_file(path)
     check_vocabulary(tensors["d2t"], tensors["t2d"], str(path))

@@ -101,6 +101,18 @@ def test_equal_inputs_give_equal_bytes(here: Path) -> None:
     assert bytes_of(MERGED) == first
 
 
+def test_a_damaged_linked_file_is_replaced_and_its_links_are_left_as_they_are(here: Path) -> None:
+    merge.main()
+    first = bytes_of(MERGED)
+    (MERGED / "index.parquet").write_bytes(b"damaged")
+    (here / "object").hardlink_to(MERGED / "index.parquet")
+    (MERGED / "index.parquet").chmod(0o444)
+    (MERGED / "stray").touch()
+    merge.main()
+    assert bytes_of(MERGED) == first
+    assert (here / "object").read_bytes() == b"damaged"
+
+
 def test_the_vocabulary_file_maps_both_ways(here: Path) -> None:
     merge.main()
     vocabulary = load_file(MERGED / "vocabulary.safetensors")

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from stages.contracts.errors import DataError
 from stages.contracts.files import file_digest
-from stages.contracts.manifest import PREPARED, PreparedManifest
+from stages.contracts.manifest import PREPARED, PreparedManifest, renewal
 
 
 @dataclass(frozen=True)
@@ -85,5 +85,5 @@ def _demand(path: Path, expected: str) -> None:
             where=str(path),
             expected=expected,
             got=got,
-            do="run `dvc checkout data/prepared`, or `dvc repro prepare`",
+            do=renewal(path, "prepare"),
         )

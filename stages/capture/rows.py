@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from stages.contracts.errors import DataError
 from stages.contracts.files import file_digest
-from stages.contracts.manifest import PREPARED, PreparedManifest
+from stages.contracts.manifest import PREPARED, PreparedManifest, renewal
 
 _SHOWN = 5
 
@@ -91,7 +91,7 @@ def _read_source(prepared: Path, source: str, rows_digest: str) -> list[Row]:
             where=str(path),
             expected=rows_digest,
             got=got,
-            do="run `dvc checkout data/prepared`, or `dvc repro prepare`",
+            do=renewal(path, "prepare"),
         )
     table = pq.read_table(path, columns=["row_id", "input_ids", "loss_mask"])
     rows = []
@@ -103,7 +103,7 @@ def _read_source(prepared: Path, source: str, rows_digest: str) -> list[Row]:
                 where=f"{path}: row {row.row_id}",
                 expected="a row_id made of sha256 over its ids and mask, and at least one token",
                 got=f"{len(row)} tokens, content {row_id(row.input_ids, row.loss_mask)}",
-                do="run `dvc repro prepare`",
+                do=renewal(path, "prepare"),
             )
         rows.append(row)
     return rows

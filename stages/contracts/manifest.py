@@ -10,9 +10,15 @@ from stages.contracts.files import Fact
 PREPARED = Path("data/prepared")
 HIDDEN_STATES = Path("data/hidden_states")
 MERGED = Path("data/merged")
+WORK = Path(".cache/states")  # finished folders by what they were captured with; DVC knows nothing of it
 PREPARED_MANIFEST = PREPARED / "prepared.json"
 CAPTURE_MANIFEST = HIDDEN_STATES / "data_config.json"
 MERGED_MANIFEST = MERGED / "manifest.json"
+
+
+def renewal(path: Path, stage: str) -> str:
+    """What to do about a damaged file below data/: DVC links its cache's copy, so that goes too, or it would come back."""
+    return f"`find .dvc/cache -samefile {path} -delete; rm {path}`, then `dvc repro {stage}`"
 
 
 class TargetIdentity(Fact):
@@ -67,9 +73,11 @@ class PreparedManifest(Fact):
 
 
 class CaptureSpec(Fact):
-    """All that decides the bytes of a stored state, beside the row itself."""
+    """All that decides the bytes of a stored state, beside the row itself. code_digest: of the code that runs the target
+    and lays its states out; states that an old fault in it made wrong are not served to its mended successor."""
 
     weights_digest: str
+    code_digest: str
     points: tuple[int, ...]
     layers: int
     hidden_size: int
@@ -77,6 +85,11 @@ class CaptureSpec(Fact):
     stored_dtype: Literal["bfloat16"] = "bfloat16"
     last_state: Literal["before_final_norm"] = "before_final_norm"
     engine: str = "in_process"
+
+    @property
+    def key(self) -> str:
+        """The name of its folder in the work cache."""
+        return self.digest().removeprefix("sha256:")[:24]
 
 
 class FolderConfig(Fact):

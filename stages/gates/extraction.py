@@ -6,11 +6,12 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stages.contracts.manifest import PreparedManifest, TargetIdentity
+from stages.contracts.manifest import PreparedManifest, TargetIdentity, renewal
 from stages.contracts.params import Params
 from stages.gates._judge import Expectation, Table, among, between, same, unique
 
@@ -59,7 +60,7 @@ def _files(files: DataFrame) -> Table:
         "recorded",
         says="every file holds the bytes that prepared.json recorded",
         why="rows changed after they were counted are not the rows that this report speaks of",
-        do=AGAIN + "; nothing edits data/prepared by hand",
+        do="for each file named: " + renewal(Path("FILE"), "prepare") + "; nothing edits data/prepared by hand",
     )
     return Table("files", files, "file", (check,))
 

@@ -6,10 +6,11 @@ compares stored values with the target run again, and the last table does the sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from stages.contracts.manifest import MergedManifest
+from stages.contracts.manifest import HIDDEN_STATES, MERGED, WORK, CaptureSpec, MergedManifest, renewal
 from stages.contracts.params import Params
 from stages.contracts.points import name_points
 from stages.gates._judge import Expectation, Table, among, at_most, between, same, unique
@@ -34,9 +35,11 @@ class Evidence:
             fault (`none`, or why the folder cannot be opened).
         rows: row_id, times_prepared, times_captured, times_indexed, ids_equal, mask_equal, tokens, stored_tokens,
             not_finite, zero_states, constant_slots, index_finds_it, split_equal.
-        slots: slot, claimed_point, nearest_point, claimed_distance, next_best_distance, tokens; auxiliary slots first,
-            in order, then the last state with claimed point n.
-        last: before_distance, after_distance, argmax_agreement, before_nll, after_nll, target_nll, tokens.
+        slots: folder, slot, claimed_point, nearest_point, claimed_distance, next_best_distance, tokens; for each folder
+            the auxiliary slots first, in order, then the last state with claimed point n.
+        unprobed: folders of which no row was compared.
+        last: distance_folder with before_distance and after_distance, likelihood_folder with before_nll, after_nll and
+            target_nll: of the rows that disagree most; argmax_agreement and tokens over all rows.
         target_ids: target id of each draft id.
         in_t2d: ids for which t2d is true.
         always: name and target id of tokens that the draft has to be able to say.
@@ -48,12 +51,18 @@ class Evidence:
     folders: DataFrame
     rows: DataFrame
     slots: DataFrame
-    last: dict[str, float]
+    unprobed: int
+    last: dict[str, Any]
     target_ids: tuple[int, ...]
     in_t2d: frozenset[int]
     always: dict[str, int]
     coverage: DataFrame
     chain: DataFrame
+
+
+def capture_anew(capture: CaptureSpec) -> str:
+    """What makes states anew: the work cache would serve the same ones for as long as they stand there."""
+    return f"`rm -r {WORK / capture.key} {HIDDEN_STATES}`, and run `dvc repro extract`"
 
 
 def tables(evidence: Evidence, params: Params) -> list[Table]:
@@ -77,7 +86,8 @@ def _chain(chain: DataFrame) -> Table:
         "expected",
         says="rows, states and vocabulary belong together and to this target",
         why="states of other weights or of rows since changed pair a token with another token's state",
-        do="run `dvc repro merge`; it brings prepare, extract and merge into step",
+        do="run `dvc repro merge`; it brings prepare, extract and merge into step. For a file of data/merged: "
+        + renewal(MERGED / "FILE", "merge"),
     )
     return Table("identity", chain, "item", (check,))
 
@@ -227,25 +237,40 @@ def _row_expectations() -> tuple[Expectation, ...]:
 
 def _slots(evidence: Evidence, params: Params) -> Table:
     rows, layers = evidence.slots.copy(), params.target.layers
-    aux = rows[rows["claimed_point"] < layers]
-    found, claimed = (tuple(int(p) for p in aux[c]) for c in ("nearest_point", "claimed_point"))
-    together = name_points(found, claimed, layers)
-    rows["claimed_by_params"] = [*params.capture.points, layers][: len(rows)]
-    rows["margin"] = [
-        min(n / c, _FAR) if c > 0 else _FAR
-        for n, c in zip(rows["next_best_distance"], rows["claimed_distance"], strict=True)
-    ]
+    together = {str(name): _together(part, layers) for name, part in rows.groupby("folder", sort=False)}
+    asked = [*params.capture.points, layers]
+    rows["claimed_by_params"] = [asked[i] if i < len(asked) else -1 for i in rows.groupby("folder").cumcount()]
+    rows["margin"] = [_margin(n, c) for n, c in zip(rows["next_best_distance"], rows["claimed_distance"], strict=True)]
     words: list[str] = []
     for row in rows.to_dict("records"):
         near = f"claims point {row['claimed_point']}, nearest is point {row['nearest_point']}"
-        words.append(near if row["claimed_point"] == layers else f"{near} ({together})")
+        words.append(near if row["claimed_point"] == layers else f"{near} ({together[row['folder']]})")
     rows["words"] = words
-    return Table("slots", rows, "slot", _slot_expectations(params))
+    checks = _slot_expectations(evidence, params)
+    if evidence.unprobed:  # said whether the check passes or not
+        total = len(evidence.manifest.folders)
+        told = f"; {evidence.unprobed} of {total} folders, chosen by a hash, went unprobed"
+        checks = tuple(replace(c, expected=c.expected + told) if c.tell else c for c in checks)
+    return Table("slots", rows, "slot", checks)
 
 
-def _slot_expectations(params: Params) -> tuple[Expectation, ...]:
-    gate = params.gates.training
-    again = "compare capture.points with the ids that the capturing engine was given, then `dvc repro extract`"
+def _together(slots: DataFrame, layers: int) -> str:
+    """How the points that a folder's auxiliary slots hold relate to those claimed."""
+    aux = slots[slots["claimed_point"] < layers]
+    found, claimed = (tuple(int(p) for p in aux[c]) for c in ("nearest_point", "claimed_point"))
+    return name_points(found, claimed, layers)
+
+
+def _margin(next_best: float, claimed: float) -> float:
+    """How many times nearer the claimed point is than any other; none for a state that is not finite."""
+    if math.isinf(claimed):
+        return 0.0
+    return min(next_best / claimed, _FAR) if claimed > 0 else _FAR
+
+
+def _slot_expectations(evidence: Evidence, params: Params) -> tuple[Expectation, ...]:
+    gate, fresh = params.gates.training, capture_anew(evidence.manifest.capture)
+    again = "compare capture.points with the ids that the capturing engine was given, then " + fresh
     return (
         same(
             "claimed_point",
@@ -283,23 +308,24 @@ def _last(evidence: Evidence, params: Params) -> Table:
     import pandas as pd
 
     line: dict[str, Any] = {"state": "last state", **evidence.last}
-    line["norm_words"] = (
+    line["norm_words"] = f"{line['distance_folder']}: " + (
         "before the final norm"
         if line["before_distance"] < line["after_distance"]
         else "after the final norm: normed states are stored where the stream before the norm belongs"
     )
     line["likelihood_gap"] = abs(line["before_nll"] - line["target_nll"])
     line["likelihood_words"] = (
-        f"{line['before_nll']:.3f} nats a token from the stored state, {line['target_nll']:.3f} from the target run again; "
+        f"{line['likelihood_folder']}: {line['before_nll']:.3f} nats a token from the stored state, {line['target_nll']:.3f} from the target run again; "
         f"{line['after_nll']:.3f} when it is taken for already normed"
     )
+    fresh = capture_anew(evidence.manifest.capture)
     checks = (
         at_most(
             "before_distance",
             "after_distance",
             says="the last state was taken before the final norm",
             why="a norm applied twice keeps the argmax and makes the soft targets far too sharp or too flat",
-            do="capture the stream before the norm, then " + EXTRACT,
+            do="capture the stream before the norm, then " + fresh,
             tell="norm_words",
         ),
         between(
@@ -307,14 +333,14 @@ def _last(evidence: Evidence, params: Params) -> Table:
             params.gates.training.min_argmax_agreement,
             says="the last state says the tokens that the target said",
             why="soft targets are computed from it; when its argmax is another token, so is what the draft is taught",
-            do="check that rows and states are of one target, then " + EXTRACT,
+            do="check that rows and states are of one target, then " + fresh,
         ),
         between(
             "likelihood_gap",
             high=_MAX_LIKELIHOOD_GAP,
             says="the stored tokens are as likely by the stored state as by the target",
             why="argmax survives a wrong scale; likelihood, and with it every soft target, does not",
-            do="capture the stream before the norm, then " + EXTRACT,
+            do="capture the stream before the norm, then " + fresh,
             tell="likelihood_words",
         ),
     )

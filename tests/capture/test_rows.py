@@ -56,7 +56,9 @@ def test_bytes_other_than_the_manifests_are_named(tmp_path: Path) -> None:
         file.write(b"x")
     with pytest.raises(DataError, match="not those the manifest speaks of") as error:
         read_rows(manifest, tmp_path / PREPARED)
-    assert error.value.where.endswith("code/rows.parquet")
+    path = tmp_path / PREPARED / "code/rows.parquet"
+    assert error.value.where == str(path)
+    assert error.value.do == f"`find .dvc/cache -samefile {path} -delete; rm {path}`, then `dvc repro prepare`"
 
 
 @pytest.mark.parametrize(
