@@ -65,6 +65,7 @@ def main() -> None:
     target = load_target(locate_target(params.target.origin), params.target.device, params.target.dtype).pack()
     spec = CaptureSpec(
         weights_digest="benchmark",
+        code_digest="benchmark",
         points=params.capture.points,
         layers=target.config.layers,
         hidden_size=target.config.hidden_size,

@@ -30,7 +30,12 @@ ROWS, HIDDEN, REPEATS, READS = 96, 576, 5, 300
 SOURCES, GROWN, PER_FOLDER = 4, 105, 64
 MAX_RECOMPUTED = 1.0
 SPEC = CaptureSpec(
-    weights_digest="benchmark", points=(3, 16, 28), layers=30, hidden_size=HIDDEN, compute_dtype="float32"
+    weights_digest="benchmark",
+    code_digest="benchmark",
+    points=(3, 16, 28),
+    layers=30,
+    hidden_size=HIDDEN,
+    compute_dtype="float32",
 )
 
 

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stages.capture.code import code_digest
 from stages.capture.rows import FolderPlan, plan_folders, read_rows
 from stages.capture.spill import capture_rows
 from stages.capture.store import folder_bytes, write_folder
-from stages.capture.work import WORK, WorkCache
+from stages.capture.work import WorkCache
 from stages.contracts.errors import ParamsError, Refusal, run
 from stages.contracts.manifest import (
     CAPTURE_MANIFEST,
     HIDDEN_STATES,
     PREPARED_MANIFEST,
+    WORK,
     CapturedFolder,
     CaptureManifest,
     CaptureSpec,
@@ -68,6 +70,7 @@ def capture_spec(params: Params, target: TargetIdentity) -> CaptureSpec:
     """All that decides the bytes of a stored state, beside the row."""
     return CaptureSpec(
         weights_digest=target.weights_digest,
+        code_digest=code_digest(target.model_type),
         points=check_points(params.capture.points, target.layers),
         layers=target.layers,
         hidden_size=target.hidden_size,

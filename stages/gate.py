@@ -50,11 +50,12 @@ from stages.targets import identify_target, load_target, locate_target
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from stages.capture.probe import ProbeRow
+    from stages.capture.probe import NormProbe, ProbeRow
     from stages.capture.store import RowStore
     from stages.targets._decoder import Decoder
 
 PROBE_TOKENS = 512  # of a row; states of a prefix do not depend on what follows
+MOST_PROBED = 64  # folders of which a row goes through the target again: minutes on a small target, and no more
 Gathered = tuple[str, str, list[Table]]  # subject, its digest, tables
 
 
@@ -138,12 +139,14 @@ def gather_training(params: Params) -> Gathered:
     marked = frozenset(np.flatnonzero(vocabulary["t2d"]).tolist())
     target = load_target(folder, params.target.device, params.target.dtype).pack()
     greedy = prepared.temperature == 0
-    slots, last = probe(target, choose_rows(store, merged.folders, stored, params), params, greedy)
+    chosen = choose_rows(store, merged.folders, stored, params)
+    slots, last = probe(target, chosen, params, greedy)
     evidence = training.Evidence(
         manifest=merged,
         folders=folders,
         rows=join_rows(rows, stored, pd.read_parquet(MERGED / "index.parquet")),
         slots=slots,
+        unprobed=len(merged.folders) - len(chosen),
         last=last,
         target_ids=tuple(target_ids.tolist()),
         in_t2d=marked,
@@ -193,64 +196,95 @@ def _dtype(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def choose_rows(store: RowStore, folders: Sequence[CapturedFolder], stored: Stored, params: Params) -> list[ProbeRow]:
-    """A sample by hash, spread over the folders: the same rows for the same data, and no folder twice before all once."""
+def choose_rows(
+    store: RowStore, folders: Sequence[CapturedFolder], stored: Stored, params: Params
+) -> dict[str, list[ProbeRow]]:
+    """A sample by hash, by folder: the same rows for the same data, and no folder twice before all once.
+
+    Every folder gives a row, up to MOST_PROBED folders: any of them alone may have been captured wrong. A folder whose
+    states have another shape is left to the folders table.
+    """
     from stages.capture.probe import ProbeRow
 
     def rank(row_id: str) -> str:
         return hashlib.sha256(f"probe {row_id}".encode()).hexdigest()
 
+    shape = (len(params.capture.points) + 1, params.target.hidden_size)
+    fits = {f.name for f in folders if _shape_of(store, f.name) == shape}
     by_folder: dict[str, list[str]] = {f.name: [] for f in folders}
-    for row_id in sorted((r for r, s in stored.items() if s[0]["tokens"] > 1), key=rank):
+    for row_id in sorted((r for r, s in stored.items() if s[0]["tokens"] > 1 and s[0]["folder"] in fits), key=rank):
         by_folder[stored[row_id][0]["folder"]].append(row_id)
     order = sorted((ids for ids in by_folder.values() if ids), key=lambda ids: rank(ids[0]))
     turns = [ids[turn] for turn in range(max(map(len, order), default=0)) for ids in order if len(ids) > turn]
-    chosen: list[ProbeRow] = []
-    for row_id in turns[: params.gates.training.probe_rows]:
+    chosen: dict[str, list[ProbeRow]] = {}
+    for row_id in turns[: max(params.gates.training.probe_rows, min(len(order), MOST_PROBED))]:
         at = stored[row_id][0]
         states, ids, mask = store.row(at["folder"], at["row_in_folder"])
-        chosen.append(ProbeRow(row_id, ids, mask, states))
+        chosen.setdefault(at["folder"], []).append(ProbeRow(row_id, ids, mask, states))
     if not chosen:
         raise DataError(
             "No stored row can be read, so no layer can be proved",
             where=str(HIDDEN_STATES),
-            expected="rows of two tokens or more",
+            expected=f"rows of two tokens or more, {shape[0]} states of {shape[1]} values a token",
             do="run `dvc repro extract`",
         )
-    return chosen
+    return {f.name: chosen[f.name] for f in folders if f.name in chosen}
+
+
+def _shape_of(store: RowStore, folder: str) -> tuple[int, ...]:
+    """Slots and width of a folder's states; none when it cannot be opened, which the folders table says."""
+    try:
+        return tuple(store.folder(folder).states.shape[1:])
+    except DataError:
+        return ()
 
 
 def probe(
-    target: Decoder, rows: Sequence[ProbeRow], params: Params, greedy: bool
-) -> tuple[DataFrame, dict[str, float]]:
-    """Each slot against every point of the target, and the last state read before and after the final norm."""
+    target: Decoder, rows: dict[str, list[ProbeRow]], params: Params, greedy: bool
+) -> tuple[DataFrame, dict[str, Any]]:
+    """Each slot of each folder against every point of the target, and the last state before and after the final norm."""
     import pandas as pd
 
     from stages.capture.probe import probe_norm, probe_rows
 
-    slots = pd.DataFrame([vars(s) for s in probe_rows(target, rows, params.capture.points, PROBE_TOKENS)])
-    slots["slot"] = [f"slot {i}" for i in slots["slot"]]
-    norm = probe_norm(target, rows, PROBE_TOKENS)
-    agreement, own_nll = _own_reading(target, rows)
-    last = {n: getattr(norm, n) for n in ("before_distance", "after_distance", "before_nll", "after_nll", "tokens")}
-    return slots, {**last, "target_nll": own_nll, "argmax_agreement": norm.before_agreement if greedy else agreement}
+    slots: list[dict[str, Any]] = []
+    norms: list[tuple[str, NormProbe]] = []
+    with progress(sum(map(len, rows.values())), "gate-training: target run again", "rows") as advance:
+        for folder, members in rows.items():
+            probes = probe_rows(target, members, params.capture.points, PROBE_TOKENS)
+            slots += [{**vars(s), "folder": folder, "slot": f"{folder} slot {s.slot}"} for s in probes]
+            norms += [(folder, probe_norm(target, [row], PROBE_TOKENS)) for row in members]
+            advance(len(members), folder)
+    return pd.DataFrame(slots), read_last(norms, greedy)
 
 
-def _own_reading(target: Decoder, rows: Sequence[ProbeRow]) -> tuple[float, float]:
-    """The target run again: share of supervised tokens where its argmax is that of the stored last state (for answers
-    sampled or given, whose tokens need not be its first choice), and its own negative log-likelihood of them, nats."""
-    import torch.nn.functional as F
+def read_last(norms: Sequence[tuple[str, NormProbe]], greedy: bool) -> dict[str, Any]:
+    """The last state in one line: distance and likelihood of the rows that disagree most, agreement over all rows.
 
-    equal, nll, total = 0, 0.0, 0
-    for row in rows:
-        ids = row.input_ids[:PROBE_TOKENS].long().to(target.device)
-        asked = row.loss_mask[1 : len(ids)].bool().nonzero()[:, 0]
-        own = target.logits(target.packed(ids, [len(ids)]).last[asked])
-        stored = target.logits(row.states[asked, -1].to(own.device).to(target.embedding.dtype))
-        equal += int((own.argmax(-1) == stored.argmax(-1)).sum())
-        nll += float(F.cross_entropy(own, ids[1:][asked], reduction="sum"))
-        total += len(asked)
-    return equal / max(total, 1), nll / max(total, 1)
+    One token of a short answer is a large share of it, so agreement alone is counted over all. For answers that were
+    sampled or given, whose tokens need not be the target's first choice, it is agreement with the target run again.
+    """
+    far_at, far = max(norms, key=lambda n: n[1].before_distance / max(n[1].after_distance, 1e-30))
+    odd_at, odd = max(norms, key=lambda n: _gap(n[1]))
+    tokens = sum(n.tokens for _, n in norms)
+    agreed = sum((n.before_agreement if greedy else n.own_agreement) * n.tokens for _, n in norms)
+    return {
+        "distance_folder": far_at,
+        "before_distance": far.before_distance,
+        "after_distance": far.after_distance,
+        "likelihood_folder": odd_at,
+        "before_nll": odd.before_nll,
+        "after_nll": odd.after_nll,
+        "target_nll": odd.target_nll,
+        "argmax_agreement": agreed / max(tokens, 1),
+        "tokens": tokens,
+    }
+
+
+def _gap(norm: NormProbe) -> float:
+    """Nats a token between stored and recomputed state; what is no number is the widest gap."""
+    gap = abs(norm.before_nll - norm.target_nll)
+    return gap if gap == gap else float("inf")
 
 
 def gather_deployment(params: Params) -> Gathered:

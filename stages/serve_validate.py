@@ -120,7 +120,8 @@ def as_requests(engine: ModuleType, prompts: Sequence[Prompt], max_new_tokens: i
 def check_parity(
     served: Served, prompts: Sequence[Prompt], answers: Sequence[Any], fed: dict[str, list[Tensor]], record: DraftRecord
 ) -> tuple[tuple[ParitySlot, ...], str]:
-    """Compare what the engine fed the draft with the target run again at every point."""
+    """Compare what the engine fed the draft with the target run again at every point; of the rows looked at, the one that
+    disagrees most speaks for its slot."""
     ids, slots = [], []
     for prompt, answer in zip(prompts, answers, strict=True):
         if parts := fed.get(prompt.prompt_id):

@@ -122,6 +122,59 @@ def test_states_of_other_layers_are_refused_before_training_and_named(
     assert words in PAGE.read_text().replace("&#39;", "'")
 
 
+def test_one_folder_of_many_with_other_layers_is_refused_and_named_with_its_slots(
+    line: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, calls = extract.capture_rows, iter(range(100))
+
+    def one_shifted(target, rows, points, tokens):  # type: ignore[no-untyped-def]
+        return honest(target, rows, [p - 1 for p in points] if next(calls) == 1 else points, tokens)
+
+    monkeypatch.setattr(extract, "capture_rows", one_shifted)
+    capture(monkeypatch)
+    assert len(MergedManifest.read(MERGED_MANIFEST).folders) > 3
+    report = judge(monkeypatch, "training")
+    (check,) = [c for c in report.checks if c.assertion == "of all the target's points, the nearest is the claimed one"]
+    assert [f.split(":")[0] for f in check.failing] == [f"rows_6-12 slot {i}" for i in range(3)]
+    assert all("every slot is shifted by -1 layer" in f for f in check.failing)
+    assert f"rm -r .cache/states/{MergedManifest.read(MERGED_MANIFEST).capture.key} " in check.do
+
+
+def test_every_folder_gives_a_row_until_there_are_too_many_and_then_the_report_says_how_many_did_not(
+    line: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture(monkeypatch)
+    folders = len(MergedManifest.read(MERGED_MANIFEST).folders)
+    slots = [c for c in judge(monkeypatch, "training").checks if c.table == "slots"]
+    assert f"over {4 * folders} rows" in slots[-1].actual and "unprobed" not in slots[-2].expected
+    monkeypatch.setattr(gate, "MOST_PROBED", 2)
+    raw = json.loads((line / "params.yaml").read_text())
+    raw["gates"]["training"]["probe_rows"] = 1
+    (line / "params.yaml").write_text(json.dumps(raw))
+    told = [c.expected for c in judge(monkeypatch, "training").checks if c.table == "slots"]
+    assert any(f"{folders - 2} of {folders} folders, chosen by a hash, went unprobed" in t for t in told)
+
+
+def test_one_folder_with_a_normed_last_state_is_refused_and_named(line: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.functional as F
+
+    honest, calls = extract.capture_rows, iter(range(100))
+
+    def one_normed(target, rows, points, tokens):  # type: ignore[no-untyped-def]
+        wrong = next(calls) == 2
+        for states in honest(target, rows, points, tokens):
+            states = states.clone()
+            if wrong:
+                states[:, -1] = F.rms_norm(states[:, -1].float(), (tiny.HIDDEN,), target.norm).to(states)
+            yield states
+
+    monkeypatch.setattr(extract, "capture_rows", one_normed)
+    capture(monkeypatch)
+    found = failed(judge(monkeypatch, "training"))
+    name = MergedManifest.read(MERGED_MANIFEST).folders[2].name
+    assert f"{name}: after the final norm" in found["the last state was taken before the final norm"]
+
+
 def test_one_flipped_byte_is_refused_and_its_folder_named(line: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     capture(monkeypatch)
     path = line / HIDDEN_STATES / "rows_6-12" / "rows.safetensors"

@@ -1,9 +1,10 @@
 """The layer probe: which point of the target does a stored or fed state really hold? Told by value, for shapes cannot tell.
 
 The target runs again over a few rows and keeps every point 0..n; each slot is compared with all of them. The distance is
-relative L2 per position, |slot - point| / |point|, taken as the median over positions after the first: position 0 is an
-attention sink whose norm drowns everything. States of a prefix do not depend on what follows, so long rows are cut, and
-rows go through one by one: memory stays at (n+1) states of one row.
+relative L2 per position, |slot - point| / |point|, taken as the median over a row's positions after the first: position 0
+is an attention sink whose norm drowns everything. Rows are judged one by one and the one that disagrees most speaks for
+all: a median over all rows would let a minority of wrong ones pass. States of a prefix do not depend on what follows, so
+long rows are cut; memory stays at (n+1) states of one row.
 
 L tokens of a row, S slots, H hidden size, N = n+1 points.
 """
@@ -38,7 +39,8 @@ class ProbeRow(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotProbe:
-    """A slot's record. Columns, as pandas.DataFrame(map(vars, probes)) has them:
+    """A slot's record: of all rows compared, the one that disagrees most. Columns, as pandas.DataFrame(map(vars, probes))
+    has them:
 
     slot: 0-based place in the stored or fed states; claimed_point: what it is said to hold; nearest_point: the point of
     smallest distance over 0..n; claimed_distance, nearest_distance: median relative L2; next_best_distance: the smallest
@@ -63,9 +65,10 @@ class NormProbe:
     """Both readings of the stored last state, before and after the final norm. Columns:
 
     *_distance: median relative L2 to the target's own last state, read that way; *_agreement: share of supervised
-    tokens that the stored state's argmax reproduces when its logits are taken that way; *_nll: mean negative
-    log-likelihood of the supervised tokens, nats, and target_nll: by the target's own recomputed state, which the right
-    reading reproduces; reading: `before_final_norm` or `after_final_norm`, whichever is nearer in value; rows, tokens:
+    tokens that the stored state's argmax reproduces when its logits are taken that way; own_agreement: share of positions
+    before them at which it is the argmax of the target's own recomputed state; *_nll: mean negative log-likelihood of the
+    supervised tokens, nats, and target_nll: by the target's own recomputed state, which the right reading reproduces;
+    reading: `before_final_norm` or `after_final_norm`, whichever is nearer in value; rows, tokens:
     rows and supervised tokens judged. A wrong reading may leave the argmax nearly intact and make the distribution too
     sharp or too flat: distance and likelihood tell.
     """
@@ -75,6 +78,7 @@ class NormProbe:
     after_distance: float
     before_agreement: float
     after_agreement: float
+    own_agreement: float
     before_nll: float
     after_nll: float
     target_nll: float
@@ -124,7 +128,7 @@ def nearest_points(
     claimed: Sequence[int],
     max_tokens: int = _MAX_TOKENS,
 ) -> list[SlotProbe]:
-    """Name the point that each slot holds, from rows that start at position 0.
+    """Name the point that each slot holds, from rows that start at position 0: each by the row that disagrees most.
 
     Args:
         ids: token ids [L] of each row.
@@ -138,14 +142,21 @@ def nearest_points(
     per_row = [distances(target, i[:max_tokens], s[:max_tokens]) for i, s in zip(ids, slots, strict=True) if len(i) > 1]
     if not per_row:
         raise DataError("No row to probe", expected="a row of two tokens or more", got=f"{len(ids)} rows, none as long")
-    median_SN = torch.cat(per_row).median(0).values
     tokens = sum(len(row) for row in per_row)
-    return [_slot(slot, claimed[slot], median_SN[slot].tolist(), len(per_row), tokens) for slot in range(len(claimed))]
+    medians_RSN = [row.median(0).values.tolist() for row in per_row]
+    return [_slot(slot, at, [m[slot] for m in medians_RSN], tokens) for slot, at in enumerate(claimed)]
 
 
-def _slot(slot: int, claimed: int, median_N: list[float], rows: int, tokens: int) -> SlotProbe:
-    *points, after = median_N
-    nearest = min(range(len(points)), key=points.__getitem__)
+def _slot(slot: int, claimed: int, medians_RN: list[list[float]], tokens: int) -> SlotProbe:
+    """The record of the row that disagrees most: one whose nearest point is another first, then by distance."""
+
+    def nearest_of(median_N: list[float]) -> int:
+        points = median_N[:-1]
+        return min(range(len(points)), key=points.__getitem__)
+
+    worst = max(medians_RN, key=lambda median_N: (nearest_of(median_N) != claimed, median_N[claimed]))
+    *points, after = worst
+    nearest = nearest_of(worst)
     return SlotProbe(
         slot=slot,
         claimed_point=claimed,
@@ -154,7 +165,7 @@ def _slot(slot: int, claimed: int, median_N: list[float], rows: int, tokens: int
         nearest_distance=points[nearest],
         next_best_distance=min(d for p, d in enumerate(points) if p != claimed),
         after_norm_distance=after,
-        rows=rows,
+        rows=len(medians_RN),
         tokens=tokens,
     )
 
@@ -174,17 +185,19 @@ def probe_norm(target: Decoder, rows: Sequence[ProbeRow], max_tokens: int = _MAX
     Agreement is a check on rows that the target answered greedily; on others it is merely informative.
     """
     apart: list[Tensor] = []
-    hits, nll, tokens = [0, 0, 0], [0.0, 0.0, 0.0], 0
+    hits, nll, tokens, as_own = [0, 0, 0], [0.0, 0.0, 0.0], 0, 0
     for row in rows:
-        ids, stored = row.input_ids[:max_tokens].long().to(target.device), row.states[:max_tokens, -1]
-        apart.append(distances(target, ids, stored[:, None])[:, 0, -2:])
+        ids, stored = row.input_ids[:max_tokens].long().to(target.device), row.states[:max_tokens, -1].to(target.device)
+        own = target.packed(ids, [len(ids)]).last
+        normed = F.rms_norm(own, (own.shape[-1],), target.norm, target.config.eps)
+        apart.append(torch.stack([_relative(stored, own), _relative(stored, normed)], -1))
         asked = row.loss_mask[1:max_tokens].bool().nonzero()[:, 0].to(target.device)
-        label = ids[1:][asked]
-        read = stored.to(target.device)[asked].to(target.embedding.dtype)
-        own = target.packed(ids, [len(ids)]).last[asked]
-        for i, logits in enumerate((target.logits(read), target.head(read).float(), target.logits(own))):
+        label, read = ids[1:][asked], stored[asked].to(target.embedding.dtype)
+        readings = target.logits(read), target.head(read).float(), target.logits(own[asked])
+        for i, logits in enumerate(readings):
             hits[i] += int((logits.argmax(-1) == label).sum())
             nll[i] += float(F.cross_entropy(logits, label, reduction="sum"))
+        as_own += int((readings[0].argmax(-1) == readings[2].argmax(-1)).sum())
         tokens += len(asked)
     before, after = torch.cat(apart).median(0).values.tolist()
     count = max(tokens, 1)
@@ -194,12 +207,20 @@ def probe_norm(target: Decoder, rows: Sequence[ProbeRow], max_tokens: int = _MAX
         after_distance=after,
         before_agreement=hits[0] / count,
         after_agreement=hits[1] / count,
+        own_agreement=as_own / count,
         before_nll=nll[0] / count,
         after_nll=nll[1] / count,
         target_nll=nll[2] / count,
         rows=len(rows),
         tokens=tokens,
     )
+
+
+def _relative(stored_LH: Tensor, state_LH: Tensor) -> Tensor:
+    """Relative L2 [L-1] of positions after the first; infinite where the stored state is not finite."""
+    stored, state = stored_LH[_FIRST:].float(), state_LH[_FIRST:].float()
+    apart = (stored - state).norm(dim=-1) / state.norm(dim=-1).clamp_min(1e-30)
+    return apart.nan_to_num(torch.inf, torch.inf)
 
 
 def row_faults(folder: str, rows: Iterable[ProbeRow], prepared: dict[str, tuple[Tensor, Tensor]]) -> list[RowFaults]:

@@ -18,9 +18,8 @@ from stages.capture.rows import FolderPlan, Row
 from stages.capture.store import CONFIG, ROWS, RowFolder
 from stages.contracts.errors import DataError, Refusal
 from stages.contracts.files import canonical, digest, whole_folder
-from stages.contracts.manifest import CaptureSpec, FolderConfig
+from stages.contracts.manifest import WORK, CaptureSpec, FolderConfig
 
-WORK = Path(".cache/states")
 DVC_CACHE = Path(".dvc/cache")
 _NAME = 24  # hex digits of a digest that name a folder
 
@@ -30,7 +29,7 @@ class WorkCache:
 
     def __init__(self, capture: CaptureSpec, root: Path = WORK) -> None:
         self.capture = capture
-        self.root = root / capture.digest().removeprefix("sha256:")[:_NAME]
+        self.root = root / capture.key
         self._verified: dict[str, RowFolder] = {}
         self.root.mkdir(parents=True, exist_ok=True)
         _sweep(self.root)

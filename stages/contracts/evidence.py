@@ -42,7 +42,8 @@ class TrainMetrics(Fact):
 
 
 class ParitySlot(Fact):
-    """One slot the engine fed the draft, against the target recomputed at every point."""
+    """One slot the engine fed the draft, against the target recomputed at every point: of `rows` rows with `tokens` tokens
+    in all, the one that disagrees most."""
 
     slot: int
     claimed_point: int

@@ -16,6 +16,7 @@ from tests import tiny
 
 SPEC = CaptureSpec(
     weights_digest="sha256:tiny",
+    code_digest="sha256:code",
     points=tiny.POINTS,
     layers=tiny.LAYERS,
     hidden_size=tiny.HIDDEN,

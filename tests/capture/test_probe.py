@@ -66,6 +66,13 @@ def test_swapped_slots_are_named(target: Decoder) -> None:
     assert found == (5, 3, 1) and "swapped" in name_points(found, POINTS, N)
 
 
+def test_one_row_of_many_with_other_layers_speaks_for_all(target: Decoder) -> None:
+    right = stored(target)
+    assert tuple(p.nearest_point for p in probe_rows(target, right, POINTS)[:3]) == POINTS
+    mixed = probe_rows(target, [right[0], stored(target, (2, 4, 5))[1], right[2]], POINTS)[:3]
+    assert [p.nearest_point for p in mixed] == [2, 4, 5] and [p.rows for p in mixed] == [3] * 3
+
+
 def test_points_are_told_apart_at_other_depths(tmp_path: Path) -> None:
     """D14: eight and five layers."""
     for layers in (8, 5):

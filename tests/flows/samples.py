@@ -150,7 +150,9 @@ def write_draft(
             tokenizer_digest=ZERO,
             template_digest=ZERO,
         ),
-        capture=CaptureSpec(weights_digest=ZERO, points=(1, 3, 5), layers=6, hidden_size=8, compute_dtype="float32"),
+        capture=CaptureSpec(
+            weights_digest=ZERO, code_digest=ZERO, points=(1, 3, 5), layers=6, hidden_size=8, compute_dtype="float32"
+        ),
         merged_digest=ZERO,
         gate_training_digest=ZERO,
         params_digest=ZERO,

@@ -177,7 +177,12 @@ def extraction_evidence() -> extraction.Evidence:
 
 def capture_spec() -> CaptureSpec:
     return CaptureSpec(
-        weights_digest=d("weights"), points=POINTS, layers=LAYERS, hidden_size=H, compute_dtype="float32"
+        weights_digest=d("weights"),
+        code_digest=d("code"),
+        points=POINTS,
+        layers=LAYERS,
+        hidden_size=H,
+        compute_dtype="float32",
     )
 
 
@@ -237,7 +242,7 @@ def training_evidence() -> training.Evidence:
     good = {"times_prepared": 1, "times_captured": 1, "times_indexed": 1, "tokens": 20, "stored_tokens": 20}
     good |= {"ids_equal": True, "mask_equal": True, "not_finite": 0, "zero_states": 0, "constant_slots": 0}
     good |= {"index_finds_it": True, "split_equal": True}
-    slots = [(f"slot {i}", p, 0.0016, 0.3) for i, p in enumerate((*POINTS, LAYERS))]
+    slots = [(f"rows_0-20 slot {i}", p, 0.0016, 0.3) for i, p in enumerate((*POINTS, LAYERS))]
     chain = ("prepared rows of the merged set", "weights that the states were captured from", "points")
     return training.Evidence(
         manifest=merged(),
@@ -246,6 +251,7 @@ def training_evidence() -> training.Evidence:
         slots=pd.DataFrame(
             [
                 {
+                    "folder": "rows_0-20",
                     "slot": s,
                     "claimed_point": p,
                     "nearest_point": p,
@@ -256,7 +262,10 @@ def training_evidence() -> training.Evidence:
                 for s, p, c, n in slots
             ]
         ),
+        unprobed=1,
         last={
+            "distance_folder": "rows_0-20",
+            "likelihood_folder": "rows_0-20",
             "before_distance": 0.0016,
             "after_distance": 0.8,
             "argmax_agreement": 0.98,

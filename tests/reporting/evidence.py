@@ -100,7 +100,12 @@ def prepared() -> PreparedManifest:
 
 def capture_spec() -> CaptureSpec:
     return CaptureSpec(
-        weights_digest=d("weights"), points=(3, 16, 28), layers=30, hidden_size=576, compute_dtype="float32"
+        weights_digest=d("weights"),
+        code_digest=d("code"),
+        points=(3, 16, 28),
+        layers=30,
+        hidden_size=576,
+        compute_dtype="float32",
     )
 
 

@@ -1,0 +1,26 @@
+"""Which code made a state: part of what names it, so that mending that code makes new states."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+STAGES = Path(__file__).parents[1]
+
+
+def code_digest(model_type: str, stages: Path = STAGES) -> str:
+    """sha256 over the sources that run a target of family `model_type` and lay its states out, names included.
+
+    A family without a file of its own is refused when the target is loaded; here it is merely left out.
+    """
+    names = (
+        "capture/spill.py",
+        "targets/_checkpoint.py",
+        "targets/_decoder.py",
+        f"targets/{model_type.replace('-', '_')}.py",
+    )
+    sha = hashlib.sha256()
+    for path in (stages / name for name in names):
+        if path.exists():
+            sha.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return "sha256:" + sha.hexdigest()

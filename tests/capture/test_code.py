@@ -1,0 +1,39 @@
+"""The name of captured states follows the code that made them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stages.capture.code import STAGES, code_digest
+from stages.capture.work import WorkCache
+from tests.capture.conftest import SPEC
+
+
+@pytest.mark.parametrize(
+    "file", ["capture/spill.py", "targets/_decoder.py", "targets/_checkpoint.py", "targets/llama.py"]
+)
+def test_a_changed_line_of_capture_code_makes_another_digest_and_another_work_cache(tmp_path: Path, file: str) -> None:
+    stages = tmp_path / "stages"
+    for room in ("capture", "targets"):
+        shutil.copytree(STAGES / room, stages / room)
+    before = code_digest("llama", stages)
+    assert before == code_digest("llama")
+    with (stages / file).open("a") as code:
+        code.write("# mended\n")
+    after = code_digest("llama", stages)
+    assert after != before
+    old, new = (WorkCache(SPEC.model_copy(update={"code_digest": d}), tmp_path) for d in (before, after))
+    assert old.root != new.root and not new.has(("row",))
+
+
+def test_another_family_and_code_that_makes_no_state_leave_the_name_alone(tmp_path: Path) -> None:
+    stages = tmp_path / "stages"
+    for room in ("capture", "targets"):
+        shutil.copytree(STAGES / room, stages / room)
+    before = code_digest("llama", stages)
+    for file in ("targets/qwen3.py", "capture/probe.py"):
+        (stages / file).write_text("")
+    assert code_digest("llama", stages) == before != code_digest("qwen3", stages)
