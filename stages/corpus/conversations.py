@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.contracts.errors import DataError
+from stages.contracts.files import canonical
 from stages.corpus.items import Item, Message, Reject, RowFault
 
 MAX_LINE_BYTES = 16 << 20  # one line is held in memory, not the file
@@ -24,15 +25,22 @@ _SHAREGPT_ROLES = {
 }  # fmt: skip
 _PROMPT_KEYS, _ANSWER_KEYS = ("prompt", "instruction", "question"), ("response", "answer", "output", "completion")
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
+_FOREIGN = (
+    (b"\x1f\x8b", "gzip", "`gzip -dk FILE`, and name the unpacked file in `path`"),
+    (b"PAR1", "parquet", "write its rows as JSON lines (pandas: `to_json(path, orient='records', lines=True)`)"),
+    (b"\xff\xfe", "UTF-16 text", "`iconv -f UTF-16 -t UTF-8 FILE > NEW`, and name the new file in `path`"),
+    (b"\xfe\xff", "UTF-16 text", "`iconv -f UTF-16 -t UTF-8 FILE > NEW`, and name the new file in `path`"),
+    (b"[", "one JSON array", "`jq -c '.[]' FILE > NEW`, and name the new file in `path`"),
+)  # fmt: skip
 
 
 def json_lines(pattern: str) -> Iterator[Item | Reject]:
     """Items of the files that `pattern` names, files in name order, lines in file order.
 
     Raises:
-        DataError: no file matches.
+        DataError: no file matches, or one is no text of JSON lines at all.
     """
-    paths = sorted(glob.glob(pattern, recursive=True))
+    paths = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
     if not paths:
         raise DataError(
             "A source has no file",
@@ -41,12 +49,28 @@ def json_lines(pattern: str) -> Iterator[Item | Reject]:
             do="put it there, or mend `path` of this source in params.yaml",
         )
     for path in paths:
+        _sniff(Path(path))
         for number, raw in _lines(Path(path)):
             item = f"{Path(path).name}:{number}"
             try:
                 yield _item(item, raw)
             except RowFault as fault:
                 yield Reject(item, fault.reason, fault.detail)
+
+
+def _sniff(path: Path) -> None:
+    """Raises DataError when a file's first bytes are those of another format: each of its lines would be a reject."""
+    with path.open("rb") as file:
+        head = file.read(4096).removeprefix(_BOM)
+    for magic, kind, do in _FOREIGN:
+        if (head.lstrip() if magic == b"[" else head).startswith(magic):
+            raise DataError(
+                "A source's file is not JSON lines",
+                where=str(path),
+                expected="UTF-8 text, one JSON object on each line",
+                got=kind,
+                do=do.replace("FILE", str(path)).replace("NEW", str(path.with_suffix(".lines.jsonl"))),
+            )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
@@ -70,7 +94,7 @@ def _item(item: str, raw: bytes | None) -> Item:
     if raw is None:
         raise RowFault("line too long", f"over {MAX_LINE_BYTES} bytes")
     try:
-        row = json.loads(raw.decode("utf-8"))
+        row = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
     except UnicodeDecodeError as error:
         raise RowFault("not UTF-8", str(error)) from error
     except (ValueError, RecursionError) as error:
@@ -78,16 +102,41 @@ def _item(item: str, raw: bytes | None) -> Item:
         raise RowFault(reason, str(error)) from error
     if not isinstance(row, dict):
         raise RowFault("not an object", type(row).__name__)
+    tools = row.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(_is_schema(t) for t in tools)):
+        raise RowFault("unknown layout", "`tools` is not a list of function schemas")
+    return _writable(Item(item, tuple(_messages(row)), tuple(tools or ())))
+
+
+def _is_schema(tool: Any) -> bool:
+    """Whether a tool is an object, and its parameters, properties and required names, where it has them, have their shape."""
+    if not isinstance(tool, dict):
+        return False
+    inner = tool.get("function")
+    function: dict[str, Any] = inner if isinstance(inner, dict) else tool
+    parameters = function.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        return False
+    return isinstance(parameters.get("properties") or {}, dict) and isinstance(parameters.get("required") or [], list)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _writable(item: Item) -> Item:
+    """The item, when it can be written as JSON again. Tool arguments were JSON within JSON: what they hold is seen here."""
     try:
-        json.dumps(row, ensure_ascii=False).encode("utf-8")
+        canonical([item.messages, item.tools])
     except UnicodeEncodeError as error:
         raise RowFault(
             "lone surrogate", f"{error.object[error.start : error.end]!a} cannot be written as UTF-8"
         ) from error
-    tools = row.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
-        raise RowFault("unknown layout", "`tools` is not a list of objects")
-    return Item(item, tuple(_messages(row)), tuple(tools or ()))
+    except ValueError as error:
+        raise RowFault("number out of range", "a number beyond what a float can hold") from error
+    except RecursionError as error:
+        raise RowFault("nested too deeply", str(error)) from error
+    return item
 
 
 def _messages(row: dict[str, Any]) -> list[Message]:
@@ -132,8 +181,8 @@ def _call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+            arguments = json.loads(arguments or "{}", parse_constant=_no_number)
+        except (ValueError, RecursionError) as error:
             raise RowFault("tool arguments are not JSON", str(error)) from error
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
@@ -150,8 +199,9 @@ def check_turns(messages: tuple[Message, ...], *, answered: bool) -> None:
     """
     turns = [m for m in messages if m.get("role") not in ("system", "developer")]
     for message in messages:
-        if message.get("role") not in _ROLES:
-            raise RowFault("unknown role", repr(message.get("role")))
+        role = message.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise RowFault("unknown role", repr(role)[:80])
         if not isinstance(message.get("content"), str):
             raise RowFault("content is not text", f"{message['role']}: {type(message.get('content')).__name__}")
     if not turns:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stages.contracts.errors import DataError
 from stages.contracts.progress import progress
 from stages.corpus.conversations import check_turns, prompt_of
 from stages.corpus.items import Item, Message, Reject, RowFault
@@ -51,7 +53,7 @@ def gather(prepare: Prepare, renderer: Renderer) -> tuple[list[Gathered], list[C
     """Read all sources in their order, and the out-of-distribution prompts.
 
     Raises:
-        DataError: a source is not there, or a mask cannot be derived (rendering.py).
+        DataError: a source is not there or gives nothing, or a mask cannot be derived (rendering.py).
     """
     seen: set[str] = set()
     apart = list(_out_of_distribution(prepare, renderer, seen))
@@ -67,13 +69,33 @@ def gather(prepare: Prepare, renderer: Renderer) -> tuple[list[Gathered], list[C
             of_source.origin_digest, of_source.rows_read = reading.origin_digest, reading.rows_read
             gathered.append(of_source)
     _drop_leaks(gathered, apart)
+    for of_source in gathered:
+        demand_rows(of_source.source.name, len(of_source.candidates), of_source.rejects)
     return gathered, apart
+
+
+def demand_rows(source: str, rows: int, rejects: Sequence[Reject]) -> None:
+    """Raises DataError when nothing of a source is left: the line would train and measure without its domain."""
+    if rows:
+        return
+    reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(Counter(r.reason for r in rejects).items()))
+    first = (
+        f"; the first is {rejects[0].item}: {rejects[0].reason} {rejects[0].detail[:80]}".rstrip() if rejects else ""
+    )
+    raise DataError(
+        f"No row of source {source} was accepted",
+        where=f"params.yaml: prepare.sources, {source}",
+        expected="at least one row",
+        got=f"{len(rejects)} read: {reasons}{first}" if rejects else "nothing to read: the source is empty",
+        do="mend the source, or take it out of prepare.sources",
+    )
 
 
 def _candidate(item: Item, source: Source, prepare: Prepare, renderer: Renderer, seen: set[str]) -> Candidate | Reject:
     prompt = ""
     try:
         check_turns(item.messages, answered=source.answers == "given")
+        renderer.check_text(item.messages, item.tools)
         candidate = (_given if source.answers == "given" else _prompt)(item, prepare, renderer)
         prompt = candidate.prompt_id
         if len(candidate.prompt_ids) > prepare.max_prompt_tokens:

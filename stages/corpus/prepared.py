@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stages.contracts.files import file_digest
 from stages.contracts.manifest import PreparedManifest, PreparedSource, TargetIdentity
 from stages.corpus.answers import Generated
-from stages.corpus.gather import Candidate, Gathered
+from stages.corpus.gather import Candidate, Gathered, demand_rows
 from stages.corpus.items import Reject
 from stages.corpus.rows import OUT_OF_DISTRIBUTION, REJECTS, ROWS, Row, make_row, write_table
 
@@ -34,12 +34,16 @@ def write_prepared(
         apart: the out-of-distribution prompts.
         end_ids: token ids that end a turn.
         decode: ids to text.
+
+    Raises:
+        DataError: a source of which no row is left.
     """
     sources, rejects = [], []
     for of_source in gathered:
         wanted = (make_row(c, answers, of_source.source, prepare, end_ids, decode) for c in of_source.candidates)
         written, late = _write_rows(folder / of_source.source.name / "rows.parquet", wanted)
         of_this = [*of_source.rejects, *late]
+        demand_rows(of_source.source.name, written["rows"], of_this)
         rejects += [{"source": of_source.source.name, **vars(r)} for r in of_this]
         sources.append(_describe(of_source, written, of_this, folder))
     write_table(folder / "rejects.parquet", REJECTS, rejects)

@@ -57,6 +57,19 @@ class Renderer:
             )
         self._knows_tools = "tool" in str(template)
         self.end_ids = _end_ids(folder, self._tokenizer)
+        self._control = [token for token in self._tokenizer.all_special_tokens if token]
+
+    def check_text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> None:
+        """Look for the text of special tokens in what users, systems and tools say: as ids it would end a turn or open one.
+
+        Raises:
+            RowFault: with the token found.
+        """
+        said = [m["content"] for m in messages if m["role"] != "assistant"]
+        said.append(json.dumps(list(tools), ensure_ascii=False))
+        for token in self._control:
+            if any(token in text for text in said):
+                raise RowFault("holds control tokens", token)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
         """Ids of a conversation that ends with the generation prompt.

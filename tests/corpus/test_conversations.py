@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def said(content: str) -> dict[str, str]:
         ([U], "no assistant turn"),
         ([{"role": "system", "content": "x"}], "no user turn"),
         ([U, {"role": "robot", "content": "x"}], "unknown role"),
+        ([{"role": ["user"], "content": "x"}], "unknown role"),
+        ([{"role": {}, "content": "x"}], "unknown role"),
         ([U, {"role": "assistant", "content": None}], "content is not text"),
     ],
 )
@@ -132,3 +135,52 @@ def test_the_prompt_to_regenerate_ends_before_the_last_answer() -> None:
 def test_a_source_without_a_file_stops(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="A source has no file"):
         list(json_lines(str(tmp_path / "*.jsonl")))
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(DataError, match="A source has no file"):
+        list(json_lines(str(tmp_path / "*.jsonl")))
+
+
+def test_what_json_cannot_hold_is_rejected_wherever_it_stands(tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": NaN}'}}
+    surrogate = {"function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}
+    deep = "[" * 100_000
+    items = read(
+        tmp_path,
+        b'{"prompt": "x", "score": NaN}\n',
+        b'{"messages": [{"role": "user", "content": "x", "weight": -Infinity}]}\n',
+        b'{"messages": [{"role": "user", "content": "x", "weight": 1e999}]}\n',
+        {"messages": [U, {"role": "assistant", "tool_calls": [call]}]},
+        {"messages": [U, {"role": "assistant", "tool_calls": [surrogate]}]},
+        ('{"messages": [{"role": "user", "content": "x", "extra": ' + deep + "}]}\n").encode(),
+        {"messages": [U, A], "tools": [{"name": "f", "parameters": [1]}]},
+        {"messages": [U, A], "tools": [{"function": {"name": "f", "parameters": {"required": 5}}}]},
+    )
+    assert [i.reason for i in items if isinstance(i, Reject)] == [
+        "not JSON",
+        "not JSON",
+        "number out of range",
+        "tool arguments are not JSON",
+        "lone surrogate",
+        "not JSON",
+        "unknown layout",
+        "unknown layout",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "do"),
+    [
+        (gzip.compress(b"{}"), "gzip", "gzip -dk"),
+        (b"PAR1\x15\x04", "parquet", "JSON lines"),
+        ('{"prompt": "x"}'.encode("utf-16"), "UTF-16 text", "iconv -f UTF-16"),
+        (b'\xfe\xff\x00{\x00"', "UTF-16 text", "iconv -f UTF-16"),
+        (b'\xef\xbb\xbf\n [{"prompt": "x"}]', "one JSON array", "jq -c '.[]'"),
+    ],
+    ids=["gzip", "parquet", "utf-16", "utf-16-be", "array"],
+)
+def test_a_file_of_another_format_is_named_once(tmp_path: Path, data: bytes, kind: str, do: str) -> None:
+    (tmp_path / "chats.jsonl").write_bytes(data)
+    with pytest.raises(DataError, match="file is not JSON lines") as error:
+        list(json_lines(str(tmp_path / "*.jsonl")))
+    assert error.value.where == str(tmp_path / "chats.jsonl")
+    assert error.value.got == kind and do in error.value.do
