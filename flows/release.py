@@ -1,6 +1,6 @@
 """Promotion and rollback in a local release folder. `python -m flows.release promote | rollback | list`
 
-    releases/<12 hex digits of the record's digest>/  release.json, draft/, policy.json, gates/, index.html
+    releases/<12 hex digits of the record's digest>/  release.json, draft/, policy.json, evidence/, gates/, index.html
     releases/current.json                             {"release": "<that name>"}; what a server loads
     releases/ledger.jsonl                             who became current when; append-only, the only file with times
 
@@ -20,13 +20,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, LineError, Refusal, run
 from stages.contracts.evidence import POLICY, SERVE_EVIDENCE, ServeEvidence, ServingPolicy
 from stages.contracts.files import canonical, file_digest, whole_folder, write_whole
-from stages.contracts.release import RELEASES, ReleaseRecord
-from stages.contracts.report import GATE_REPORTS, GateReport, demand
+from stages.contracts.release import POINTER, RELEASES, ReleaseRecord, current, current_record
+from stages.contracts.report import EVIDENCE, GATE_REPORTS, GateReport, demand, evidence_digests
 from stages.contracts.repository import demand_repository
 
 _GATES = ("extraction", "training", "deployment")
@@ -70,42 +71,23 @@ def _locked(root: Path) -> Iterator[None]:
         yield
 
 
-def current(root: Path = Path()) -> str | None:
-    """The name of the current release, or none.
-
-    Raises:
-        DataError: the pointer is not what promotion writes.
-    """
-    path = root / RELEASES / "current.json"
-    if not path.exists():
-        return None
-    try:
-        return str(json.loads(path.read_text())["release"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise DataError(
-            "The release pointer cannot be read",
-            where=str(path),
-            expected='{"release": "<a folder in releases/>"}',
-            do="`python -m flows.release list` names the releases; write one of them there",
-        ) from error
-
-
 def record_of(root: Path = Path()) -> ReleaseRecord:
     """The record of what stands in models/draft and reports/, once it is known to have passed.
 
     Raises:
-        Refusal: gate-deployment has not passed exactly this draft, or the figures speak of another.
+        Refusal: gate-deployment has not passed exactly this draft with exactly these figures.
         DataError: a file is missing or its bytes are not what the draft's record says.
     """
     draft = DraftRecord.read(root / DRAFT / DRAFT_RECORD)
     name = draft.digest()
-    demand("deployment", name, root)
+    report = demand("deployment", name, root)
     served, policy = ServeEvidence.read(root / SERVE_EVIDENCE), ServingPolicy.read(root / POLICY)
     for path, told in ((SERVE_EVIDENCE, served.draft_digest), (POLICY, policy.draft_digest)):
         if told != name:
             raise Refusal(
                 "These figures are of another draft", where=str(path), expected=name, got=told, do="`dvc repro`"
             )
+    _demand_judged(report, root)
     _check_draft(root / DRAFT)
     return ReleaseRecord(
         draft_digest=name,
@@ -118,6 +100,20 @@ def record_of(root: Path = Path()) -> ReleaseRecord:
         accept_length_by_domain={k: v.accept_length for k, v in served.served_by_domain.items()},
         dvc_lock_digest=file_digest(root / "dvc.lock"),
     )
+
+
+def _demand_judged(report: GateReport, root: Path) -> None:
+    """Raises Refusal when a measurement is not the one that gate-deployment judged: a policy edited since is unproved."""
+    for file, found in evidence_digests(root).items():
+        judged = report.evidence.get(file, "nothing of this file")
+        if found != judged:
+            raise Refusal(
+                "These figures are not those that gate-deployment judged",
+                where=file,
+                expected=judged,
+                got=found,
+                do="run `dvc repro gate-deployment`",
+            )
 
 
 def _check_draft(folder: Path) -> None:
@@ -167,7 +163,10 @@ def _fill(folder: Path, root: Path, record: ReleaseRecord) -> None:
     (folder / "gates").mkdir()
     for gate in _GATES:
         shutil.copyfile(root / GATE_REPORTS / f"{gate}.json", folder / "gates" / f"{gate}.json")
-    shutil.copyfile(root / POLICY, folder / "policy.json")
+    (folder / "evidence").mkdir()
+    for path in EVIDENCE:
+        to = folder / path.name if path == POLICY else folder / "evidence" / path.name
+        shutil.copyfile(root / path, to)
     if (root / _PAGE).exists():
         shutil.copyfile(root / _PAGE, folder / "index.html")
     record.write(folder / "release.json")
@@ -202,8 +201,8 @@ def _move(root: Path, name: str, action: str) -> None:
     before = current(root)
     if before == name:
         return
-    write_whole(root / RELEASES / "current.json", canonical({"release": name}))
-    _append(root, {"action": action, "release": name, "before": before, "draft": _draft_of(root, name)})
+    write_whole(root / POINTER, canonical({"release": name}))
+    _append(root, {"action": action, "release": name, "before": before, "draft": _draft(root)})
 
 
 def _settle(root: Path) -> None:
@@ -218,17 +217,39 @@ def _settle(root: Path) -> None:
                 "action": action,
                 "release": name,
                 "before": past[-1] if past else None,
-                "draft": _draft_of(root, name),
+                "draft": _draft(root),
                 "settled": True,
             },
         )
 
 
 def ledger(root: Path = Path()) -> list[dict[str, object]]:
-    """All entries, oldest first; a last line without its newline was cut off by a crash and does not count."""
+    """All entries, oldest first; a last line without its newline was cut off by a crash and does not count.
+
+    Raises:
+        DataError: a whole line is no entry.
+    """
     path = root / RELEASES / "ledger.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    data = path.read_bytes() if path.exists() else b""
+    return [_entry(path, number, line) for number, line in enumerate(data.split(b"\n")[:-1], start=1)]
+
+
+def _entry(path: Path, number: int, line: bytes) -> dict[str, object]:
+    try:
+        entry: Any = json.loads(line)
+    except ValueError:  # bytes that are no UTF-8, or no JSON
+        entry = {}
+    words = ("at", "action", "release", "draft")
+    good = isinstance(entry, dict) and all(isinstance(entry.get(w), str) for w in words)
+    if not good or entry["action"] not in ("promote", "rollback"):
+        raise DataError(
+            "A line of the ledger is no entry",
+            where=f"{path}: line {number}",
+            expected='one JSON object with "at", "action" (promote or rollback), "release", "before" and "draft"',
+            got=line[:200].decode(errors="replace"),
+            do="mend this line from a backup or from releases/*/release.json; rollback walks back through these lines",
+        )
+    return entry
 
 
 def _append(root: Path, entry: dict[str, object]) -> None:
@@ -254,8 +275,11 @@ def _promoted(root: Path) -> list[str]:
     return names
 
 
-def _draft_of(root: Path, name: str) -> str:
-    return ReleaseRecord.read(root / RELEASES / name / "release.json").draft_digest
+def _draft(root: Path) -> str:
+    """Digest of the current release's draft."""
+    record = current_record(root)
+    assert record is not None, "asked once the pointer stands"
+    return record.draft_digest
 
 
 def _rolled_back(root: Path) -> set[str]:

@@ -39,8 +39,8 @@ from stages.contracts.manifest import (
 )
 from stages.contracts.params import Params, load_params
 from stages.contracts.progress import progress
-from stages.contracts.release import RELEASES, ReleaseRecord
-from stages.contracts.report import GateName, GateReport, report_path
+from stages.contracts.release import current_record
+from stages.contracts.report import GateName, GateReport, evidence_digests, report_path
 from stages.gates import deployment, extraction, training
 from stages.gates._joined import Stored, always_there, blank_folder, chain, coverage, join_rows
 from stages.gates._judge import Table, judge, summary
@@ -317,7 +317,7 @@ def gather_deployment(params: Params) -> Gathered:
         policy=ServingPolicy.read(POLICY),
         reports=(GateReport.read(report_path("extraction")), GateReport.read(report_path("training"))),
         prepared_digest=merged.prepared_digest,
-        release=last_release(),
+        release=current_record(),
     )
     return "draft", record.digest(), deployment.tables(evidence, params)
 
@@ -352,14 +352,6 @@ def look_at_tensors(path: Path) -> tuple[DataFrame, tuple[int, ...], frozenset[i
     return pd.DataFrame(facts, columns=["tensor", "shape", "dtype", "finite"]), d2t, marked
 
 
-def last_release(root: Path = RELEASES) -> ReleaseRecord | None:
-    """The release that releases/current.json points at, if there is one."""
-    pointer = root / "current.json"
-    if not pointer.exists():
-        return None
-    return ReleaseRecord.read(root / json.loads(pointer.read_text())["release"] / "release.json")
-
-
 GATHER: dict[str, Callable[[Params], Gathered]] = {
     "extraction": gather_extraction,
     "training": gather_training,
@@ -386,9 +378,12 @@ def choose(arguments: Sequence[str]) -> GateName:
 
 def main() -> None:
     gate = choose(sys.argv[1:])
+    report_path(gate).unlink(missing_ok=True)  # what cannot be judged must not stand as passed
     params = load_params()
     subject, digest, tables = GATHER[gate](params)
     report = judge(gate, subject, digest, tables)
+    if gate == "deployment":
+        report = report.model_copy(update={"evidence": evidence_digests()})
     report.write(report_path(gate))
     if gate == "deployment" or not report.success:
         write_page()

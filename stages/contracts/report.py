@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from stages.contracts.errors import Refusal
-from stages.contracts.files import Fact
+from stages.contracts.evidence import BENCHMARK_EVIDENCE, POLICY, SERVE_EVIDENCE, TRAIN_METRICS
+from stages.contracts.files import Fact, file_digest
 
 GateName = Literal["extraction", "training", "deployment"]
 GATE_REPORTS = Path("reports/gates")
+EVIDENCE = (TRAIN_METRICS, SERVE_EVIDENCE, BENCHMARK_EVIDENCE, POLICY)
 
 
 class Check(Fact):
@@ -28,12 +32,30 @@ class Check(Fact):
 
 
 class GateReport(Fact):
+    """evidence: of gate-deployment, the digest of each measurement that it judged beside the draft, by file."""
+
     version: Literal[1] = 1
     gate: GateName
     subject: str
     subject_digest: str
     success: bool
     checks: tuple[Check, ...]
+    evidence: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _success_is_that_of_the_checks(self) -> Self:
+        if self.success != all(c.success for c in self.checks):
+            raise ValueError(f"success is {self.success}, its checks say otherwise")
+        return self
+
+
+def evidence_digests(root: Path = Path()) -> dict[str, str]:
+    """Digest of each measurement's file.
+
+    Raises:
+        DataError: one is not there.
+    """
+    return {str(path): file_digest(root / path) for path in EVIDENCE}
 
 
 def report_path(gate: GateName) -> Path:

@@ -11,6 +11,7 @@ from stages.contracts.evidence import (
     BENCHMARK_EVIDENCE,
     POLICY,
     SERVE_EVIDENCE,
+    TRAIN_METRICS,
     AcceptLength,
     Arm,
     BenchmarkEvidence,
@@ -19,10 +20,11 @@ from stages.contracts.evidence import (
     Ratio,
     ServeEvidence,
     ServingPolicy,
+    TrainMetrics,
 )
 from stages.contracts.files import canonical, file_digest, write_whole
 from stages.contracts.manifest import CaptureSpec, TargetIdentity
-from stages.contracts.report import Check, GateName, GateReport, report_path
+from stages.contracts.report import Check, GateName, GateReport, evidence_digests, report_path
 
 ZERO = "sha256:" + "0" * 64
 
@@ -71,9 +73,18 @@ def gate_report(gate: GateName, subject_digest: str, success: bool = True) -> Ga
 
 
 def write_evidence(root: Path, draft_digest: str, accept_length: float = 1.6) -> None:
-    """reports/: serve evidence, benchmark and policy of this draft."""
+    """reports/: training figures, serve evidence, benchmark and policy of this draft."""
     overall = accept(accept_length)
     domains = {"coding": overall, "general": accept(accept_length - 0.2)}
+    TrainMetrics(
+        draft_digest=draft_digest,
+        train_loss=1.0,
+        held_out_loss=1.1,
+        overall=overall,
+        by_domain=domains,
+        optimizer_steps=1,
+        parameters=1,
+    ).write(root / TRAIN_METRICS)
     ServeEvidence(
         draft_digest=draft_digest,
         engine="in_process",
@@ -169,7 +180,8 @@ def write_draft(
     write_evidence(root, record.digest(), accept_length)
     gate_report("extraction", ZERO).write(root / report_path("extraction"))
     gate_report("training", ZERO).write(root / report_path("training"))
-    gate_report("deployment", record.digest(), passed).write(root / report_path("deployment"))
+    judged = {"evidence": evidence_digests(root)}
+    gate_report("deployment", record.digest(), passed).model_copy(update=judged).write(root / report_path("deployment"))
     write_whole(root / "reports/index.html", b"<!doctype html>")
     write_whole(root / "dvc.lock", weights)
     return record

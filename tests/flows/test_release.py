@@ -36,6 +36,7 @@ def test_a_draft_that_passed_is_promoted_with_all_it_stands_on(tmp_path: Path) -
         "policy.json",
         "index.html",
         *(f"draft/{f}" for f in ("model.safetensors", "config.json", "draft_record.json")),
+        *(f"evidence/{f}.json" for f in ("train", "serve_validate", "benchmark")),
         *(f"gates/{g}.json" for g in ("extraction", "training", "deployment")),
     }
 
@@ -82,6 +83,54 @@ def test_figures_of_another_draft_are_refused(tmp_path: Path) -> None:
     (tmp_path / "reports/policy.json").write_bytes(policy)
     with pytest.raises(Refusal, match=r"figures are of another draft\n  where: reports/policy.json"):
         release.promote(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["train.json", "serve_validate.json", "benchmark.json", "policy.json"])
+def test_figures_changed_since_gate_deployment_passed_are_refused_and_the_file_named(tmp_path: Path, file: str) -> None:
+    write_draft(tmp_path)
+    path = tmp_path / "reports" / file
+    path.write_text(path.read_text().replace("1.", "1.0", 1))
+    words = rf"not those that gate-deployment judged\n  where: reports/{file}\n(.|\n)*dvc repro gate-deployment"
+    with pytest.raises(Refusal, match=words):
+        release.promote(tmp_path)
+    assert release.current(tmp_path) is None
+
+
+def test_a_report_that_says_passed_over_a_failed_check_is_no_report(tmp_path: Path) -> None:
+    write_draft(tmp_path, passed=False)
+    path = tmp_path / "reports/gates/deployment.json"
+    path.write_text(path.read_text().replace(' "success": false,\n "version"', ' "success": true,\n "version"'))
+    with pytest.raises(DataError, match="success is (.|\n)*its checks say otherwise"):
+        release.promote(tmp_path)
+
+
+def test_a_whole_line_of_the_ledger_that_is_no_entry_is_named(tmp_path: Path) -> None:
+    write_draft(tmp_path)
+    release.promote(tmp_path)
+    path = tmp_path / "releases/ledger.jsonl"
+    for line in ("{broken", "[]", '{"action": "rollback"}'):
+        whole = path.read_text()
+        path.write_text(whole + line + "\n")
+        with pytest.raises(DataError, match=r"no entry\n.*ledger.jsonl: line 2") as error:
+            release.list_releases(tmp_path)
+        assert line in error.value.got
+        path.write_text(whole)
+
+
+def test_a_pointer_to_a_release_that_is_not_there_is_named(tmp_path: Path) -> None:
+    write_draft(tmp_path)
+    release.promote(tmp_path)
+    (tmp_path / "releases/current.json").write_text('{"release": "gone"}')
+    with pytest.raises(DataError, match=r"not there\n  where: .*releases/current.json(.|\n)*release gone"):
+        release.rollback(tmp_path)
+
+
+@pytest.mark.parametrize("pointer", ["{", "[]", '{"release": 3}', '{"release": "../x"}', '{"other": "x"}'])
+def test_a_pointer_that_promotion_did_not_write_is_named(tmp_path: Path, pointer: str) -> None:
+    (tmp_path / "releases").mkdir()
+    (tmp_path / "releases/current.json").write_text(pointer)
+    with pytest.raises(DataError, match=r"pointer cannot be read\n  where: .*releases/current.json"):
+        release.current(tmp_path)
 
 
 def test_weights_that_are_not_those_of_the_record_are_refused(tmp_path: Path) -> None:
