@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -115,4 +116,113 @@ def test_a_missing_file_and_one_that_is_no_yaml_are_told(tmp_path: Path) -> None
         load_params(tmp_path / "params.yaml")
     (tmp_path / "params.yaml").write_text("target: [")
     with pytest.raises(ParamsError, match="is not YAML"):
+        load_params(tmp_path / "params.yaml")
+
+
+def faults(path: Path) -> list[str]:
+    """The faults told of `path`, a line each."""
+    with pytest.raises(ParamsError) as error:
+        load_params(path)
+    return [line.strip() for line in error.value.got.strip().split("\n")]
+
+
+def test_faults_within_and_between_sections_are_told_together_a_line_each(tmp_path: Path) -> None:
+    found = faults(
+        changed(tmp_path, capture={"points": [0, 16, 30]}, train={"kv_heads": 2}, serve={"draft_steps": 0, "speed": 1})
+    )
+    assert [line.partition(" ")[0] for line in found] == [
+        "serve.draft_steps:",
+        "serve.speed:",
+        "capture.points",
+        "train.heads",
+    ]
+    assert "0 is the embedding output" in found[2] and "30 is the last point" in found[2]
+    assert not any("where:" in line or "Value error" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("train", "optimizer_steps", True),
+        ("train", "optimizer_steps", "480"),
+        ("train", "optimizer_steps", 480.0),
+        ("train", "learning_rate", True),
+        ("train", "seed", -1),
+        ("train", "seed", 2**31),
+        ("prepare", "seed", 2**40),
+        ("target", "threads", 4097),
+        ("capture", "points", [3, "16", 28]),
+        ("benchmark", "draft_steps", [1, 17]),
+        ("benchmark", "draft_steps", [0]),
+    ],
+)
+def test_values_of_another_kind_or_out_of_range_are_refused_by_name(
+    tmp_path: Path, section: str, key: str, value: object
+) -> None:
+    found = faults(changed(tmp_path, **{section: {key: value}}))
+    assert all(fault.startswith(f"{section}.{key}") for fault in found)
+
+
+@pytest.mark.parametrize("concurrencies", [[4, 2], [1, 1, 2]])
+def test_concurrencies_ascend_and_differ(tmp_path: Path, concurrencies: list[int]) -> None:
+    (fault,) = faults(changed(tmp_path, benchmark={"concurrencies": concurrencies}))
+    assert "are not ascending and distinct" in fault
+
+
+def test_a_whole_number_is_good_where_a_fraction_may_stand(tmp_path: Path) -> None:
+    path = changed(tmp_path, train={"step_decay": 1, "learning_rate": "1e-4"}, prepare={"temperature": 0})
+    assert load_params(path).train.step_decay == 1.0 and load_params(path).train.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "prepared.json"}, "prepare.sources.0.name: String should match"),
+        ({"name": "out_of_distribution.parquet"}, "prepare.sources.0.name: String should match"),
+        ({"name": "../up"}, "prepare.sources.0.name: String should match"),
+        ({"name": "x" * 65}, "prepare.sources.0.name: String should have at most 64"),
+        (
+            {"name": "STDLIB"},
+            "prepare: source names are doubled, upper and lower case taken as one: ['STDLIB', 'stdlib']",
+        ),
+        ({"domain": " "}, "prepare.sources.0.domain: a domain needs a name"),
+        ({"domain": "out_of_distribution"}, "prepare.sources.0.domain: a domain needs a name"),
+    ],
+    ids=lambda v: str(v)[:40] if isinstance(v, dict) else "",
+)
+def test_sources_whose_names_would_collide_are_refused(tmp_path: Path, change: dict[str, str], words: str) -> None:
+    sources = yaml.safe_load((ROOT / "params/smollm2-135m.yaml").read_text())["prepare"]["sources"]
+    sources[0] |= change
+    (fault,) = faults(changed(tmp_path, prepare={"sources": sources}))
+    assert fault.startswith(words)
+
+
+def test_doubled_keys_are_named_with_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    text = (ROOT / "params/smollm2-135m.yaml").read_text()
+    path.write_text(text.replace("  step_decay:", "  seed: 2\n  step_decay:") + "merge: {draft_vocab_size: 1}\n")
+    with pytest.raises(ParamsError, match="has 2 doubled keys") as error:
+        load_params(path)
+    assert re.fullmatch(r"train\.seed in lines \d+ and \d+; merge in lines \d+ and \d+", error.value.got)
+    path.write_text("a: &a {b: *a}\n")  # an anchor within itself ends too
+    with pytest.raises(ParamsError, match="faults"):
+        load_params(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"", "params.yaml is empty"),
+        (b"# nothing but a remark\n", "params.yaml is empty"),
+        (b"- 1\n", "does not hold sections"),
+        ("name: caf\u00e9\n".encode("latin-1"), "is not UTF-8"),
+        (b"when: 2026-13-45\n", "is not YAML"),
+        (b"[" * 5000, "is not YAML"),
+        (b"a: \x00\n", "is not YAML"),
+    ],
+    ids=["empty", "remark", "list", "latin-1", "date", "deep", "nul"],
+)
+def test_bytes_that_hold_no_sections_are_told_plainly(tmp_path: Path, data: bytes, what: str) -> None:
+    (tmp_path / "params.yaml").write_bytes(data)
+    with pytest.raises(ParamsError, match=what):
         load_params(tmp_path / "params.yaml")

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from stages.contracts._fit import between_sections
+from stages.contracts._yaml import read_sections
 from stages.contracts.errors import ParamsError
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+Whole = Annotated[int, Field(strict=True)]  # neither true nor "3" nor 3.0
+Number = Annotated[float, BeforeValidator(_no_bool)]  # 1e-4 too, which YAML takes for text
+Share = Annotated[Number, Field(ge=0, le=1)]
+Positive = Annotated[Whole, Field(ge=1)]
+Seed = Annotated[Whole, Field(ge=0, lt=2**31)]  # what every generator takes
 
 
 class Section(BaseModel):
@@ -28,11 +41,13 @@ class Target(Section):
     vocab_size: Positive
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
-    threads: Positive
+    threads: Annotated[Whole, Field(ge=1, le=4096)]
 
 
 class Source(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    name: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)
+    ]  # a folder; its neighbours have dots
     kind: Literal["human_eval", "stdlib", "bfcl", "chatable", "jsonl"]
     domain: str
     licence: str
@@ -48,31 +63,39 @@ class Source(Section):
             raise ValueError(f"kind {self.kind} holds prompts without answers: answers must be `regenerate`")
         return self
 
+    @field_validator("domain")
+    @classmethod
+    def _domain_has_a_name(cls, domain: str) -> str:
+        if not domain.strip() or domain == "out_of_distribution":
+            raise ValueError("a domain needs a name, and out_of_distribution is that of the prompts kept apart")
+        return domain
+
 
 class Prepare(Section):
-    seed: int
+    seed: Seed
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
     max_prompt_tokens: Positive
     max_new_tokens: Positive
     max_row_tokens: Positive
-    temperature: Annotated[float, Field(ge=0, le=2)]
+    temperature: Annotated[Number, Field(ge=0, le=2)]
     batch_size: Positive
     workers: Positive
     capped: Literal["keep", "drop"]
     repetitive: Literal["drop", "keep"]
-    held_out_share: Annotated[float, Field(gt=0, lt=1)]
-    out_of_distribution: Annotated[int, Field(ge=0)]
+    held_out_share: Annotated[Number, Field(gt=0, lt=1)]
+    out_of_distribution: Annotated[Whole, Field(ge=0)]
 
     @model_validator(mode="after")
     def _names_differ(self) -> Prepare:
-        names = [s.name for s in self.sources]
-        if len(set(names)) != len(names):
-            raise ValueError(f"source names are doubled: {sorted({n for n in names if names.count(n) > 1})}")
+        names = [s.name.lower() for s in self.sources]
+        doubled = sorted({s.name for s in self.sources if names.count(s.name.lower()) > 1})
+        if doubled:
+            raise ValueError(f"source names are doubled, upper and lower case taken as one: {doubled}")
         return self
 
 
 class Capture(Section):
-    points: Annotated[tuple[int, ...], Field(min_length=3, max_length=3)]
+    points: Annotated[tuple[Whole, ...], Field(min_length=3, max_length=3)]
     rows_per_folder: Positive
     tokens_per_batch: Positive
 
@@ -83,15 +106,15 @@ class Merge(Section):
 
 class Train(Section):
     algorithm: Literal["eagle3"]
-    seed: int
-    steps_ahead: Annotated[int, Field(ge=1, le=16)]
-    step_decay: Annotated[float, Field(gt=0, le=1)]
+    seed: Seed
+    steps_ahead: Annotated[Whole, Field(ge=1, le=16)]
+    step_decay: Annotated[Number, Field(gt=0, le=1)]
     optimizer_steps: Positive
     batch_tokens: Positive
-    learning_rate: Annotated[float, Field(gt=0, lt=1)]
+    learning_rate: Annotated[Number, Field(gt=0, lt=1)]
     warmup_share: Share
-    weight_decay: Annotated[float, Field(ge=0, lt=1)]
-    gradient_clip: Annotated[float, Field(gt=0)]
+    weight_decay: Annotated[Number, Field(ge=0, lt=1)]
+    gradient_clip: Annotated[Number, Field(gt=0)]
     heads: Positive
     kv_heads: Positive
     head_dim: Positive
@@ -102,25 +125,31 @@ class Train(Section):
 
 class Serve(Section):
     engine: str
-    draft_steps: Annotated[int, Field(ge=1, le=16)]
+    draft_steps: Annotated[Whole, Field(ge=1, le=16)]
     prompts_per_source: Positive
     max_new_tokens: Positive
     concurrency: Positive
-    sampling_temperature: Annotated[float, Field(gt=0, le=2)]
-    sampling_prompts: Annotated[int, Field(ge=0)]
+    sampling_temperature: Annotated[Number, Field(gt=0, le=2)]
+    sampling_prompts: Annotated[Whole, Field(ge=0)]
     parity_rows: Positive
 
 
 class Benchmark(Section):
     concurrencies: Annotated[tuple[Positive, ...], Field(min_length=1)]
-    draft_steps: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    draft_steps: Annotated[tuple[Annotated[Whole, Field(ge=1, le=16)], ...], Field(min_length=1)]
     requests: Annotated[
-        int, Field(ge=1, description="requests at concurrency 1; a multiple of the concurrency above it")
+        Whole, Field(ge=1, description="requests at concurrency 1; a multiple of the concurrency above it")
     ]
     max_prompt_tokens: Positive
     max_new_tokens: Positive
-    repeats: Annotated[int, Field(ge=3)]
-    out_of_distribution_prompts: Annotated[int, Field(ge=0)]
+    repeats: Annotated[Whole, Field(ge=3)]
+    out_of_distribution_prompts: Annotated[Whole, Field(ge=0)]
+
+    @model_validator(mode="after")
+    def _concurrencies_ascend(self) -> Benchmark:
+        if list(self.concurrencies) != sorted(set(self.concurrencies)):
+            raise ValueError(f"concurrencies {list(self.concurrencies)} are not ascending and distinct")
+        return self
 
 
 class ExtractionGate(Section):
@@ -136,21 +165,21 @@ class ExtractionGate(Section):
 
 class TrainingGate(Section):
     probe_rows: Positive
-    max_state_distance: Annotated[float, Field(gt=0)]
-    min_margin: Annotated[float, Field(gt=1)]
+    max_state_distance: Annotated[Number, Field(gt=0)]
+    min_margin: Annotated[Number, Field(gt=1)]
     min_train_coverage: Share
     min_held_out_coverage: Share
     min_argmax_agreement: Share
 
 
 class DeploymentGate(Section):
-    min_accept_length: Annotated[float, Field(ge=1)]
-    min_domain_accept_length: dict[str, Annotated[float, Field(ge=1)]]
-    max_accept_length_loss: Annotated[float, Field(ge=0)]
-    max_simulation_gap: Annotated[float, Field(ge=0)]
+    min_accept_length: Annotated[Number, Field(ge=1)]
+    min_domain_accept_length: dict[str, Annotated[Number, Field(ge=1)]]
+    max_accept_length_loss: Annotated[Number, Field(ge=0)]
+    max_simulation_gap: Annotated[Number, Field(ge=0)]
     min_identical_outputs: Share
-    min_policy_throughput_ratio: Annotated[float, Field(gt=0)]
-    max_sampling_distance: Annotated[float, Field(gt=0)]
+    min_policy_throughput_ratio: Annotated[Number, Field(gt=0)]
+    max_sampling_distance: Annotated[Number, Field(gt=0)]
 
 
 class Gates(Section):
@@ -171,32 +200,7 @@ class Params(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Params:
-        from stages.contracts.points import check_points
-
-        faults: list[str] = []
-        try:
-            check_points(self.capture.points, self.target.layers)
-        except ParamsError as error:
-            faults.append(error.text())
-        if self.merge.draft_vocab_size > self.target.vocab_size:
-            faults.append(
-                f"merge.draft_vocab_size {self.merge.draft_vocab_size} exceeds target.vocab_size {self.target.vocab_size}"
-            )
-        if self.train.heads % self.train.kv_heads:
-            faults.append(f"train.heads {self.train.heads} is not a multiple of train.kv_heads {self.train.kv_heads}")
-        if self.train.head_dim % 2:
-            faults.append(f"train.head_dim {self.train.head_dim} is odd; rotary positions turn pairs")
-        room = self.prepare.max_prompt_tokens + self.prepare.max_new_tokens
-        if room > self.prepare.max_row_tokens:
-            faults.append(
-                f"prepare.max_row_tokens {self.prepare.max_row_tokens} is below max_prompt_tokens + max_new_tokens = {room}"
-            )
-        domains = {s.domain for s in self.prepare.sources}
-        strange = set(self.gates.deployment.min_domain_accept_length) - domains
-        if strange:
-            faults.append(
-                f"gates.deployment.min_domain_accept_length names {sorted(strange)}; the sources' domains are {sorted(domains)}"
-            )
+        faults = between_sections({name: getattr(self, name) for name in Params.model_fields})
         if faults:
             raise ValueError("; ".join(faults))
         return self
@@ -206,26 +210,15 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     """Read the only configuration there is.
 
     Raises:
-        ParamsError: no file, no YAML, unknown keys, values out of range or sections that contradict each other; every
-            fault is named in the one error.
+        ParamsError: no file, no YAML, doubled or unknown keys, values out of range or sections that contradict each other;
+            every fault is named in the one error.
     """
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ParamsError(
-            "No params.yaml here", where=str(path.absolute()), do="run from the repository root"
-        ) from error
-    except yaml.YAMLError as error:
-        raise ParamsError(
-            "params.yaml is not YAML", where=str(path), got=str(error), do="mend the line named"
-        ) from error
+    raw = read_sections(path)
     try:
         return Params.model_validate(raw)
     except ValidationError as error:
-        faults = [
-            f"{'.'.join(map(str, f['loc'])) or 'between sections'}: {f['msg']} (got {_short(f['input'])})"
-            for f in error.errors()
-        ]
+        faults = [_told(f["loc"], f["msg"], f["input"]) for f in error.errors() if f["loc"]]
+        faults += between_sections(_sound(raw))
         raise ParamsError(
             f"params.yaml has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
             where=str(path),
@@ -235,5 +228,16 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
         ) from error
 
 
-def _short(value: object) -> str:
-    return "a whole section" if isinstance(value, dict) else repr(value)[:60]
+def _sound(raw: Mapping[Any, Any]) -> dict[str, Section]:
+    """The sections that are valid by themselves."""
+    sections: dict[str, Section] = {}
+    for name, field in Params.model_fields.items():
+        model: Any = field.annotation
+        with contextlib.suppress(ValidationError):
+            sections[name] = model.model_validate(raw.get(name))
+    return sections
+
+
+def _told(loc: tuple[int | str, ...], message: str, value: object) -> str:
+    got = "a whole section" if isinstance(value, dict | Section) else repr(value)[:60]
+    return f"{'.'.join(map(str, loc))}: {message.removeprefix('Value error, ')} (got {got})"
