@@ -228,7 +228,7 @@ def test_one_damaged_byte_stops_training_before_the_old_draft_is_touched_and_the
     done = clone.repro()
     assert done.returncode != 0
     assert "bytes are not those that were written" in done.stderr
-    assert f"{folder.name}/rows.safetensors" in done.stderr and "expected: sha256:" in done.stderr
+    assert "/rows.safetensors" in done.stderr and "expected: sha256:" in done.stderr
     assert clone.bytes_of(DRAFT) == old
 
     for _ in range(3):  # each refusal names the next thing that has to go
@@ -242,3 +242,41 @@ def test_one_damaged_byte_stops_training_before_the_old_draft_is_touched_and_the
     assert (folder / "rows.safetensors").read_bytes() == sound
     assert clone.bytes_of(DRAFT) == old
     assert "Stage 'merge' didn't change" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "reader"),
+    [("prepare", "data/prepared/code/rows.parquet", "extract"), ("merge", "data/merged/index.parquet", "train")],
+)
+def test_damage_in_dvcs_own_copy_is_told_by_the_next_reader_and_its_words_mend_it(
+    clone: Clone, stage: str, name: str, reader: str
+) -> None:
+    path = clone.root / name
+    sound = path.read_bytes()
+    _flip_a_byte(path)
+    folder = Path(*Path(name).parts[:2])
+    shutil.rmtree(clone.root / folder)
+    assert clone.dvc("checkout", str(folder)).returncode == 0
+    assert path.read_bytes() != sound  # what DVC holds is damaged, and it takes it for sound
+    assert "up to date" in clone.dvc("repro", stage).stdout
+
+    done = clone.python("-m", f"stages.{reader}")
+    assert done.returncode != 0
+    mend = re.findall(r"what to do: `((?:find|rm) [^`]+)`, then `dvc (repro \w+)`", done.stderr)
+    assert mend, done.stderr
+    subprocess.run(mend[0][0], cwd=clone.root, shell=True, check=True)
+    assert clone.dvc(*mend[0][1].split()).returncode == 0
+    assert path.read_bytes() == sound
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [("prepare", "data/prepared/code/rows.parquet"), ("merge", "data/merged/vocabulary.safetensors")],
+)
+def test_damage_in_prepared_and_merged_rows_makes_their_stage_run_again(clone: Clone, stage: str, name: str) -> None:
+    path = clone.root / name
+    sound = path.read_bytes()
+    _flip_a_byte(path)
+    done = clone.dvc("repro", stage)
+    assert done.returncode == 0 and f"Running stage '{stage}'" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    assert path.read_bytes() == sound
