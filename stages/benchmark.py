@@ -36,6 +36,7 @@ from stages.contracts.evidence import (
     ServeEvidence,
     ServingPolicy,
 )
+from stages.contracts.files import file_digest
 from stages.contracts.manifest import PREPARED_MANIFEST, PreparedManifest
 from stages.contracts.params import Params, load_params
 from stages.contracts.progress import progress
@@ -169,7 +170,16 @@ def accept_lengths(
 
 
 def demand_validated(params: Params, record: DraftRecord) -> None:
-    """Raises Refusal when serve-validate speaks of another draft or engine: its fault would be timed for nothing."""
+    """Raises Refusal when serve-validate speaks of another draft or engine, or the weights here are not the draft's: a
+    fault would be timed for nothing."""
+    if (found := file_digest(DRAFT / "model.safetensors")) != record.weights_digest:
+        raise Refusal(
+            "The draft's weights are not those of its record",
+            where=str(DRAFT / "model.safetensors"),
+            expected=record.weights_digest,
+            got=found,
+            do="run `dvc repro train`, then `dvc repro serve-validate`",
+        )
     evidence = ServeEvidence.read(SERVE_EVIDENCE)
     if (evidence.draft_digest, evidence.engine) != (record.digest(), params.serve.engine):
         raise Refusal(

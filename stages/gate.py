@@ -7,13 +7,12 @@ exits 1 on a refusal; whatever was made before stays.
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
+from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord, read_draft_config
 from stages.contracts.errors import DataError, LineError, Refusal, run
 from stages.contracts.evidence import (
     BENCHMARK_EVIDENCE,
@@ -36,6 +35,7 @@ from stages.contracts.manifest import (
     CaptureManifest,
     MergedManifest,
     PreparedManifest,
+    renewal,
 )
 from stages.contracts.params import Params, load_params
 from stages.contracts.progress import progress
@@ -87,14 +87,53 @@ def gather_extraction(params: Params) -> Gathered:
         template_prefix=prefix,
         bos_id=bos,
     )
-    return "prepared rows", manifest.digest(), extraction.tables(evidence, params)
+    try:
+        tables = extraction.tables(evidence, params)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        other = evidence.files[evidence.files["recorded"] != evidence.files["found"]]
+        if other.empty:  # then it is no damage
+            raise
+        name, recorded, found = other.iloc[0][["file", "recorded", "found"]]
+        raise _damaged(Path(name), recorded, found) from error
+    return "prepared rows", manifest.digest(), tables
+
+
+def _damaged(path: Path, expected: str, got: str) -> DataError:
+    stage = "merge" if path.is_relative_to(MERGED) else "prepare"
+    return DataError(
+        "A file is not the one that its manifest speaks of, and cannot be judged",
+        where=str(path),
+        expected=expected,
+        got=got,
+        do=renewal(path, stage),
+    )
+
+
+def demand_bytes(path: Path, expected: str) -> None:
+    """Raises DataError when a file is missing or not the one that its manifest digests."""
+    if (got := file_digest(path)) != expected:
+        raise _damaged(path, expected, got)
 
 
 def prepared_rows(manifest: PreparedManifest) -> DataFrame:
-    """Rows of all sources, one below the other; a file that is missing is the files table's business."""
-    import pandas as pd
+    """Rows of all sources, one below the other. A file that is missing is the files table's business, and so is one that
+    was changed and can be read.
 
-    frames = [pd.read_parquet(p) for s in manifest.sources if (p := PREPARED / s.name / "rows.parquet").exists()]
+    Raises:
+        DataError: a changed file that cannot be read, or no file at all.
+    """
+    import pandas as pd
+    from pyarrow.lib import ArrowException
+
+    frames: list[DataFrame] = []
+    for source in manifest.sources:
+        path = PREPARED / source.name / "rows.parquet"
+        if not path.exists():
+            continue
+        try:
+            frames.append(pd.read_parquet(path))
+        except (ArrowException, OSError, TypeError, ValueError) as error:
+            raise _damaged(path, source.rows_digest, f"{file_digest(path)}: {error}"[:400]) from error
     if not frames:
         raise DataError("There are no prepared rows", where=str(PREPARED), do="run `dvc repro prepare`")
     return pd.concat(frames, ignore_index=True)
@@ -132,6 +171,10 @@ def gather_training(params: Params) -> Gathered:
     prepared, merged = PreparedManifest.read(PREPARED_MANIFEST), MergedManifest.read(MERGED_MANIFEST)
     capture, store = CaptureManifest.read(HIDDEN_STATES / "data_config.json"), RowStore(HIDDEN_STATES)
     folder = locate_target(params.target.origin)
+    for source in prepared.sources:
+        demand_bytes(PREPARED / source.name / "rows.parquet", source.rows_digest)
+    demand_bytes(MERGED / "index.parquet", merged.index_digest)
+    demand_bytes(MERGED / "vocabulary.safetensors", merged.vocabulary_digest)
     rows = prepared_rows(prepared)
     folders, stored = look_at_folders(merged.folders, store, rows)
     vocabulary = load_file(MERGED / "vocabulary.safetensors")
@@ -299,7 +342,7 @@ def gather_deployment(params: Params) -> Gathered:
             got=merged.digest(),
             do="run `dvc repro train`, or `dvc checkout` to bring data and draft into step",
         )
-    config = json.loads((DRAFT / "config.json").read_text())
+    config = read_draft_config(DRAFT / "config.json")
     tensors, d2t, marked = look_at_tensors(DRAFT / "model.safetensors")
     evidence = deployment.Evidence(
         record=record,
@@ -340,9 +383,14 @@ def config_points(config: dict[str, Any], record: DraftRecord) -> tuple[int, ...
 def look_at_tensors(path: Path) -> tuple[DataFrame, tuple[int, ...], frozenset[int]]:
     """Facts a tensor; d2t; the ids that t2d marks."""
     import pandas as pd
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except (FileNotFoundError, SafetensorError) as error:
+        do = "export the draft again: `dvc repro train`"
+        raise DataError("The draft's weights cannot be read", where=str(path), got=str(error), do=do) from error
     facts = [
         {"tensor": n, "shape": str(list(t.shape)), "dtype": _dtype(t), "finite": bool(t.isfinite().all())}
         for n, t in sorted(tensors.items())

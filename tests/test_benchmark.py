@@ -117,6 +117,16 @@ def test_a_draft_that_was_not_validated_is_not_timed(here: Path) -> None:
     assert not POLICY.exists()
 
 
+def test_weights_that_are_not_the_records_are_not_timed(here: Path) -> None:
+    weights = Path("models/draft/model.safetensors")
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(Refusal, match="weights are not those of its record") as refusal:
+        benchmark.main()
+    assert "model.safetensors" in refusal.value.where and "dvc repro train" in refusal.value.do
+    assert not POLICY.exists()
+
+
 def test_without_out_of_distribution_prompts_there_is_no_figure(here: Path) -> None:
     params = benchmark.load_params()
     prepared = benchmark.PreparedManifest.read(benchmark.PREPARED_MANIFEST)

@@ -12,7 +12,7 @@ import torch
 
 from stages import extract, gate, merge
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
-from stages.contracts.errors import LineError, Refusal
+from stages.contracts.errors import DataError, LineError, Refusal
 from stages.contracts.evidence import BENCHMARK_EVIDENCE, POLICY, SERVE_EVIDENCE, TRAIN_METRICS
 from stages.contracts.files import file_digest
 from stages.contracts.manifest import (
@@ -245,6 +245,41 @@ def test_the_selector_names_the_gates_there_are(monkeypatch: pytest.MonkeyPatch,
         gate.main()
 
 
+@pytest.mark.parametrize(
+    "file", ["prepared/code/rows.parquet", "merged/index.parquet", "merged/vocabulary.safetensors"]
+)
+@pytest.mark.parametrize("at", [9, 1000, -3])
+def test_a_damaged_file_is_named_and_the_report_of_before_does_not_stand(
+    line: Path, monkeypatch: pytest.MonkeyPatch, file: str, at: int
+) -> None:
+    capture(monkeypatch)
+    assert failed(judge(monkeypatch, "training")) == {}
+    path = line / "data" / file
+    whole = bytearray(path.read_bytes())
+    whole[at] ^= 0x41
+    path.write_bytes(whole)
+    with pytest.raises(DataError, match="not the one that its manifest speaks of") as error:
+        judge(monkeypatch, "training")
+    assert error.value.where == f"data/{file}" and "dvc repro" in error.value.do
+    assert not report_path("training").exists()
+
+
+@pytest.mark.parametrize("at", range(4, 12000, 700))
+def test_a_flipped_byte_of_prepared_rows_is_refused_or_named_at_extraction(
+    line: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    path = line / "data/prepared/code/rows.parquet"
+    whole = bytearray(path.read_bytes())
+    whole[at % len(whole)] ^= 0x20
+    path.write_bytes(whole)
+    try:
+        found = failed(judge(monkeypatch, "extraction"))
+    except DataError as error:
+        assert error.where == "data/prepared/code/rows.parquet" and not report_path("extraction").exists()
+    else:
+        assert "code/rows.parquet" in found["every file holds the bytes that prepared.json recorded"]
+
+
 def write_draft(root: Path) -> None:
     """A draft of the tiny target and all that is said of it, made up but in step."""
     from safetensors.torch import save_file
@@ -290,6 +325,9 @@ def test_a_draft_in_step_passes_and_its_page_is_written_then_faults_are_refused(
     report = judge(monkeypatch, "deployment")
     assert failed(report) == {} and "Fit to serve" in PAGE.read_text()
     assert report.subject_digest == DraftRecord.read(line / DRAFT / DRAFT_RECORD).digest()
+    assert report.evidence == {
+        str(f): file_digest(f) for f in (TRAIN_METRICS, SERVE_EVIDENCE, BENCHMARK_EVIDENCE, POLICY)
+    }
 
     path = line / DRAFT / "config.json"
     good, config = path.read_text(), json.loads(path.read_text())
@@ -303,9 +341,25 @@ def test_a_draft_in_step_passes_and_its_page_is_written_then_faults_are_refused(
     )
     path.write_text(good)
 
+    for broken in ("{", "[]", '{"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, null, 3]}}'):
+        path.write_text(broken)
+        with pytest.raises(DataError, match=r"config.json cannot be read"):
+            judge(monkeypatch, "deployment")
+        assert not report_path("deployment").exists()
+    path.write_text(good)
+
+    weights = (line / DRAFT / "model.safetensors").read_bytes()
+    (line / DRAFT / "model.safetensors").write_bytes(weights[:8] + b"}" + weights[9:])
+    with pytest.raises(DataError, match="weights cannot be read"):
+        judge(monkeypatch, "deployment")
+    (line / DRAFT / "model.safetensors").write_bytes(weights)
+
     (line / "releases/abc").mkdir(parents=True)
     passing.release().model_copy(update={"accept_length": 1.9}).write(line / "releases/abc/release.json")
     (line / "releases/current.json").write_text('{"release": "abc"}')
     found = failed(judge(monkeypatch, "deployment"))
     assert [f for f in found if "last release's" in f] and "1.600 against 1.900" in next(iter(found.values()))
     assert "Refused before production" in PAGE.read_text()
+    (line / "releases/current.json").write_text('{"release": ')
+    with pytest.raises(DataError, match="pointer cannot be read"):
+        judge(monkeypatch, "deployment")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from stages.contracts.errors import DataError
 from stages.contracts.files import Fact
 from stages.contracts.manifest import CaptureSpec, TargetIdentity
 
@@ -34,3 +36,41 @@ class DraftRecord(Fact):
     @property
     def points(self) -> tuple[int, ...]:
         return self.capture.points
+
+
+def read_draft_config(path: Path) -> dict[str, Any]:
+    """config.json of a draft, as far as its shape goes: an object, `eagle_config` too, layer ids a list of whole numbers.
+
+    Raises:
+        DataError: missing, no JSON, or of another shape.
+    """
+    raw: dict[str, Any] = {}
+    try:
+        told: Any = json.loads(path.read_text(encoding="utf-8"))
+        got = _odd_shape(told) if hasattr(told, "get") else f"a {type(told).__name__}"
+        raw = told
+    except (FileNotFoundError, ValueError) as error:  # ValueError: bytes that are no UTF-8, or no JSON
+        got = str(error)
+    if got:
+        raise DataError(
+            "The draft's config.json cannot be read",
+            where=str(path),
+            expected="a JSON object whose eagle_config.eagle_aux_hidden_state_layer_ids is a list of whole numbers",
+            got=got,
+            do="export the draft again: `dvc repro train`",
+        )
+    return raw
+
+
+def _odd_shape(raw: dict[str, Any]) -> str:
+    """What of eagle_config has another shape, or nothing."""
+    eagle: Any = raw.get("eagle_config") or {}
+    if not hasattr(eagle, "get"):
+        return f"eagle_config {eagle!r}"
+    ids: Any = eagle.get("eagle_aux_hidden_state_layer_ids")
+    whole = ids is None or (hasattr(ids, "append") and all(map(_is_whole, ids)))
+    return "" if whole else f"eagle_aux_hidden_state_layer_ids {ids!r}"
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int

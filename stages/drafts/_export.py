@@ -6,7 +6,6 @@ every name, shape and vocabulary entry is checked here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from stages.contracts.draft import read_draft_config
 from stages.contracts.errors import DataError, EngineError
 from stages.contracts.files import canonical, write_whole
 from stages.drafts._module import Eagle3, Eagle3Config
@@ -98,7 +98,7 @@ def read_draft(folder: Path) -> DraftCheckpoint:
         EngineError: tensors are missing, unknown or misshapen, or config.json is not what an engine loads; all faults
             are told at once.
     """
-    raw = _read_json(folder / CONFIG)
+    raw = read_draft_config(folder / CONFIG)
     config, layer_ids = _parse(raw, folder / CONFIG)
     try:
         tensors = load_file(folder / WEIGHTS)
@@ -138,13 +138,6 @@ def check_vocabulary(d2t: Tensor, t2d: Tensor, where: str) -> None:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError) as error:
-        raise DataError("The draft's config.json cannot be read", where=str(path), got=str(error), do=_MEND) from error
-
-
 def _parse(raw: dict[str, Any], where: Path) -> tuple[Eagle3Config, tuple[int, ...]]:
     eagle = raw.get("eagle_config") or {}
     expected = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
@@ -158,10 +151,17 @@ def _parse(raw: dict[str, Any], where: Path) -> tuple[Eagle3Config, tuple[int, .
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     needed += ("vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings")
     faults += [f"{key} is missing" for key in needed if raw.get(key) is None]
+    faults += [
+        f"{key} is {raw[key]!r}, no number above 0"
+        for key in needed
+        if raw.get(key) is not None and not _positive(raw[key], whole=not key.startswith(("rms", "rope")))
+    ]
+    eos = raw.get("eos_token_id")
+    if any(type(i) is not int for i in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
+        faults.append(f"eos_token_id is {eos!r}, no token id")
     if faults:
         raise EngineError("No engine loads this draft as meant", where=str(where), got="; ".join(faults), do=_MEND)
     sizes = {key: raw[key] for key in needed}
-    eos = raw.get("eos_token_id")
     config = Eagle3Config(
         hidden_size=sizes["hidden_size"],
         intermediate_size=sizes["intermediate_size"],
@@ -177,6 +177,10 @@ def _parse(raw: dict[str, Any], where: Path) -> tuple[Eagle3Config, tuple[int, .
         eos_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
     )
     return config, tuple(layer_ids)
+
+
+def _positive(value: Any, whole: bool) -> bool:
+    return type(value) in ((int,) if whole else (int, float)) and value > 0
 
 
 def _audit_tensors(tensors: dict[str, Tensor], config: Eagle3Config, where: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_report_that_says_passed_over_a_failed_check_is_no_report(tmp_path: Pa
     write_draft(tmp_path, passed=False)
     path = tmp_path / "reports/gates/deployment.json"
     path.write_text(path.read_text().replace(' "success": false,\n "version"', ' "success": true,\n "version"'))
-    with pytest.raises(DataError, match="success is (.|\n)*its checks say otherwise"):
+    with pytest.raises(DataError, match=r"success is (.|\n)*its checks say otherwise"):
         release.promote(tmp_path)
 
 
