@@ -61,12 +61,10 @@ def answer_all(
     folder = cache / digest(canonical(dict(settings)))[7:23]
     write_whole(folder / "settings.json", canonical(dict(settings)))
     known, unfit = _read(folder)
-    if unfit:
-        print(
-            f"{folder}: lines cut off or changed: {unfit} passed over; these answers are generated again",
-            file=sys.stderr,
-        )
     missing = sorted((p for p in prompts.items() if p[0] not in known), key=lambda p: (-len(p[1]), p[0]))
+    if unfit:
+        told = f"lines cut off or changed: {unfit} passed over; answers to generate: {len(missing)}"
+        print(f"{folder}: {told}", file=sys.stderr)
     if missing:
         with progress(len(missing), "answers", "prompts") as advance:
             if workers == 1 or len(missing) == 1:

@@ -71,7 +71,7 @@ def test_a_changed_token_is_generated_again_and_told(tmp_path: Path, capsys: pyt
     again = Echo()
     assert answer_all(PROMPTS, again, SETTINGS, tmp_path, 1) == expected()
     assert again.asked == ["p5"]
-    assert "lines cut off or changed: 1 passed over" in capsys.readouterr().err
+    assert "lines cut off or changed: 1 passed over; answers to generate: 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
