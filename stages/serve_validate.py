@@ -24,7 +24,7 @@ from stages.acceptance.simulate import replay_rows
 from stages.capture.probe import nearest_points
 from stages.capture.store import RowStore
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
-from stages.contracts.errors import Refusal, run
+from stages.contracts.errors import EngineError, Refusal, run
 from stages.contracts.evidence import (
     SERVE_EVIDENCE,
     Losslessness,
@@ -73,13 +73,35 @@ def packed_linear(weight: Tensor) -> Linear:
     return linear
 
 
-def open_served(params: Params) -> Served:
+def served_points(engine: ModuleType, checkpoint: DraftCheckpoint, record: DraftRecord, layers: int) -> tuple[int, ...]:
+    """The points that the engine makes of the draft's config.json.
+
+    Raises:
+        EngineError: it can give none; how config.json's ids moved against the record's is told, as a shift if it is one.
+    """
+    try:
+        return engine.served_points(checkpoint.layer_ids, layers)
+    except EngineError as error:
+        ids, kept = checkpoint.layer_ids, record.layer_ids
+        if len(ids) != len(kept) or ids == kept:
+            raise
+        meant = tuple(p + i - k for p, i, k in zip(record.points, ids, kept, strict=True))
+        raise EngineError(
+            f"{error.what}: {name_points(meant, record.points, layers)}",
+            where=error.where,
+            expected=f"{error.expected}; {list(kept)}, as in the draft's record",
+            got=error.got,
+            do="export the draft for this engine again: `dvc repro train`",
+        ) from error
+
+
+def open_served(params: Params, record: DraftRecord) -> Served:
     """Load target and draft; the draft is fed the points that this engine reads from the draft's own config.json."""
     engine = engines.load(params.serve.engine)
     folder = locate_target(params.target.origin)
     target = load_target(folder, params.target.device, params.target.dtype).pack()
     checkpoint = read_draft(DRAFT)
-    points = engine.served_points(checkpoint.layer_ids, target.config.layers)
+    points = served_points(engine, checkpoint, record, target.config.layers)
     draft = DraftDecoder(checkpoint, points=points, embedding=target.embedding, linear=packed_linear)
     return Served(engine, target, checkpoint, draft)
 
@@ -303,7 +325,7 @@ def serve_both_ways(
 
 def validate(params: Params, record: DraftRecord, prepared: PreparedManifest) -> ServeEvidence:
     """Serve, compare, count."""
-    told, served = params.serve, open_served(params)
+    told, served = params.serve, open_served(params, record)
     prompts = held_out_prompts(prepared, told.prompts_per_source)
     plain, drafted, fed = serve_both_ways(served, prompts, params)
     parity, words = check_parity(served, prompts, drafted, fed, record)

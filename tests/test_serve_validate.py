@@ -115,6 +115,30 @@ def test_a_shift_of_every_point_by_one_layer_is_named(here: Path) -> None:
     assert served().parity_words.startswith("every slot is shifted by -1 layer")
 
 
+def test_a_shift_onto_the_last_point_is_named_where_the_engine_cannot_give_it(here: Path) -> None:
+    set_layer_ids(1, 3, 5)
+    with pytest.raises(
+        EngineError, match=r"every slot is shifted by \+1 layer; a slot holds the last point \(6\)"
+    ) as error:
+        serve_validate.main()
+    assert "[1, 3, 5]" in error.value.got and "[0, 2, 4]" in error.value.expected
+
+
+def test_one_request_fed_other_states_speaks_for_its_slots(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = serve_validate.serve_both_ways
+
+    def one_swapped(*what):  # type: ignore[no-untyped-def]
+        plain, drafted, fed = honest(*what)
+        name = sorted(fed)[0]
+        fed[name] = [torch.cat([*aux.chunk(3, -1)][::-1], -1) for aux in fed[name]]
+        return plain, drafted, fed
+
+    monkeypatch.setattr(serve_validate, "serve_both_ways", one_swapped)
+    evidence = served()
+    assert [s.nearest_point for s in evidence.parity] == [5, 3, 1] and "swapped" in evidence.parity_words
+    assert {s.rows for s in evidence.parity} == {3}
+
+
 def test_doubled_layer_ids_are_refused_before_anything_is_served(here: Path) -> None:
     set_layer_ids(0, 2, 2)
     with pytest.raises(EngineError, match=r"doubled ids count once"):
