@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 EXTRACT = "run `dvc repro extract`; whole folders come from the work cache, only what changed is computed"
 MERGE = "run `dvc repro merge`"
-_MAX_LIKELIHOOD_GAP = 0.05  # nats a token; on SmolLM2, bfloat16 storage moves it by 6e-5, a second norm by 196 (`dvc repro gate-training` prints both)
+# Nats a token of a row. On SmolLM2 bfloat16 storage moves it by 6e-5 over many tokens and one token of random text by up
+# to 0.036; a second norm moves it by 196.
+_MAX_LIKELIHOOD_GAP = 0.05
 _FAR = 1e6  # a margin over a distance of zero; any number above every threshold
 
 
