@@ -140,8 +140,8 @@ def sweep(bench: Bench, ways_at: Callable[[int], list[Way]], label: str) -> tupl
     return arms, ratios
 
 
-def off_cost(bench: Bench) -> float:
-    """Plain throughput of the engine that holds a draft, switched off, over that of the engine that never had one."""
+def off_cost(bench: Bench) -> tuple[float, float, float]:
+    """Plain throughput of the engine that holds a draft, switched off, over that of one that never had it; median, low, high."""
     concurrency = bench.told.concurrencies[len(bench.told.concurrencies) // 2]
     speeds: dict[str, list[float]] = {"off": [], "never on": []}
     sides = {"off": bench.loaded, "never on": bench.never_on}
@@ -151,7 +151,7 @@ def off_cost(bench: Bench) -> float:
         for _, side in turns(list(sides), _OFF_REPEATS):
             speeds[side].append(bench.trial(sides[side], concurrency, 0, bench.told.max_new_tokens).tokens_per_s)
             advance(1, side)
-    return paired_interval(speeds["off"], speeds["never on"])[0]
+    return paired_interval(speeds["off"], speeds["never on"])
 
 
 def accept_lengths(
@@ -218,13 +218,16 @@ def measure_all(
     steps = params.serve.draft_steps
     _, domains = accept_lengths(bench, prompts[: 2 * max(told.concurrencies)], steps, "by domain")
     out_of_distribution, _ = accept_lengths(bench, others, steps, "out of distribution")
+    off, off_low, off_high = off_cost(bench)
     evidence = BenchmarkEvidence(
         draft_digest=record.digest(),
         max_new_tokens=told.max_new_tokens,
         repeats=told.repeats,
         arms=tuple([*arms, *(a for a in by_policy if a.name == "policy")]),
         ratios=tuple([*ratios, *policy_ratios]),
-        off_cost_ratio=off_cost(bench),
+        off_cost_ratio=off,
+        off_cost_low=off_low,
+        off_cost_high=off_high,
         accept_length_by_domain=domains,
         out_of_distribution=out_of_distribution,
         speculation_off_above=speculation_off_above(policy),

@@ -95,7 +95,7 @@ def test_the_draft_is_left_alone_while_off_is_timed(here: Path, monkeypatch: pyt
     monkeypatch.setattr(DraftDecoder, "feed", lambda *a: (calls.__setitem__(0, calls[0] + 1), feed(*a))[1])
     prepared = benchmark.PreparedManifest.read(benchmark.PREPARED_MANIFEST)
     bench = benchmark.Bench(params, benchmark.held_out_prompts(prepared), [])
-    off.append(benchmark.off_cost(bench))
+    off += benchmark.off_cost(bench)
     assert calls == [0]
     assert bench.loaded.draft is not None and bench.never_on.draft is None
     bench.trial(bench.loaded, 2, 1, 6)

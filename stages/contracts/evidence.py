@@ -175,6 +175,8 @@ class BenchmarkEvidence(Fact):
     arms: tuple[Arm, ...]
     ratios: tuple[Ratio, ...]
     off_cost_ratio: float
+    off_cost_low: float
+    off_cost_high: float
     accept_length_by_domain: dict[str, AcceptLength]
     out_of_distribution: AcceptLength | None
     speculation_off_above: int | None

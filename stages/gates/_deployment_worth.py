@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stages.contracts.evidence import AcceptLength, Ratio
+from stages.contracts.evidence import AcceptLength
 from stages.contracts.params import Params
 from stages.gates._deployment_evidence import BENCHMARK, Evidence
 from stages.gates._judge import Expectation, Table, at_most, between, same
@@ -85,10 +85,10 @@ def _accept_expectations(most: float) -> tuple[Expectation, ...]:
     )
 
 
-def _told_apart(r: Ratio, least: float) -> float:
+def _told_apart(ratio: float, high: float, least: float) -> float:
     """The ratio to judge: where the policy is off both arms run the same code, and a few noisy repeats must not refuse
     a draft. Slower means that the whole interval lies below plain decoding."""
-    return r.ratio if r.high < 1 else max(r.ratio, least)
+    return ratio if high < 1 else max(ratio, least)
 
 
 def policy(e: Evidence, params: Params) -> Table:
@@ -103,7 +103,7 @@ def policy(e: Evidence, params: Params) -> Table:
         lines.append(
             {
                 "load": f"concurrency {concurrency}",
-                "ratio": _told_apart(r, least) if r else math.nan,
+                "ratio": _told_apart(r.ratio, r.high, least) if r else math.nan,
                 "draft_steps": r.draft_steps if r else -1,
                 "draft_steps_by_policy": e.policy.steps_for(concurrency),
                 "words": f"{r.ratio:.3f} × plain ({r.low:.3f} to {r.high:.3f}), {r.draft_steps} draft steps"
@@ -111,8 +111,9 @@ def policy(e: Evidence, params: Params) -> Table:
                 else "the policy was not measured here",
             }
         )
+    off = e.benchmark
     for line in lines:
-        line["off_cost_ratio"] = e.benchmark.off_cost_ratio
+        line["off_cost_ratio"] = _told_apart(off.off_cost_ratio, off.off_cost_high, least)
     checks = (
         between(
             "ratio",

@@ -136,6 +136,8 @@ def write_evidence(root: Path, draft_digest: str, accept_length: float = 1.6) ->
         arms=(arm("plain", 0, 50), arm("speculative", 3, 65)),
         ratios=(Ratio(arm="speculative", draft_steps=3, concurrency=1, ratio=1.3, low=1.2, high=1.4),),
         off_cost_ratio=1.0,
+        off_cost_low=0.98,
+        off_cost_high=1.01,
         accept_length_by_domain=domains,
         out_of_distribution=None,
         speculation_off_above=4,

@@ -446,6 +446,8 @@ def benchmark() -> BenchmarkEvidence:
         arms=arms,
         ratios=ratios,
         off_cost_ratio=0.995,
+        off_cost_low=0.98,
+        off_cost_high=1.01,
         accept_length_by_domain={"coding": accept(1.6)},
         out_of_distribution=None,
         speculation_off_above=1,

@@ -317,6 +317,8 @@ def benchmark() -> BenchmarkEvidence:
         arms=tuple(arms),
         ratios=tuple(ratios),
         off_cost_ratio=0.996,
+        off_cost_low=0.98,
+        off_cost_high=1.01,
         accept_length_by_domain={"coding": accept(1.78, 24)},
         out_of_distribution=accept(1.22, 16),
         speculation_off_above=4,
