@@ -39,6 +39,7 @@ def write_params(root: Path) -> None:
     params["serve"] |= {"prompts_per_source": 2, "max_new_tokens": 12, "sampling_prompts": 0, "parity_rows": 3}
     params["benchmark"] |= {
         "concurrencies": [1],
+        "max_prompt_tokens": 320,
         "draft_steps": [1],
         "max_new_tokens": 6,
         "out_of_distribution_prompts": 0,
