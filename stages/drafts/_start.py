@@ -60,8 +60,7 @@ def initialise(draft: Eagle3, target: Decoder, teacher: Teacher, seed: int) -> N
 
     Head and final norm are the target's. g starts as the high point's state (fc is the identity on slot 2, small noise
     elsewhere); the layer starts as the target's last, where the sizes agree, reading g alone: the half that reads the
-    token's embedding starts as small noise, and so does what does not fit. Against noise everywhere but in the head,
-    112 prompts and 40 steps gave a held-out loss of 3.53 for 4.34 and an accept length of 1.30 for 1.25.
+    token's embedding starts as small noise, and so does what does not fit.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in draft.parameters():

@@ -87,8 +87,8 @@ def _accept_expectations(most: float) -> tuple[Expectation, ...]:
 
 
 def _told_apart(ratio: float, high: float, least: float) -> float:
-    """The ratio to judge: where the policy is off both arms run the same code, and a few noisy repeats must not refuse
-    a draft. Slower means that the whole interval lies below plain decoding, widened because all loads are judged at once."""
+    """The ratio to judge: where the policy is off the policy arm only keeps the target's states beside what plain decoding
+    does, and a few noisy repeats must not refuse a draft. Slower means that the whole interval lies below plain decoding, widened because all loads are judged at once."""
     widened = ratio * (high / ratio) ** _AT_ONCE
     return ratio if widened < 1 else max(ratio, least)
 
