@@ -13,21 +13,23 @@ import torch
 from torch import Tensor
 
 from stages.capture.code import code_digest
-from stages.capture.rows import FolderPlan, plan_folders, read_rows
+from stages.capture.forecast import Forecast, device_name, forecast, sample_rate
+from stages.capture.rows import FolderPlan, Row, plan_folders, read_rows
 from stages.capture.spill import capture_rows
-from stages.capture.store import folder_bytes, write_folder
+from stages.capture.verify import describe_store
 from stages.capture.work import WorkCache
+from stages.capture.writing import write_folder
+from stages.contracts.damage import Damage
 from stages.contracts.errors import ParamsError, Refusal, run
 from stages.contracts.manifest import (
     CAPTURE_MANIFEST,
     HIDDEN_STATES,
     PREPARED_MANIFEST,
     WORK,
-    CapturedFolder,
-    CaptureManifest,
     CaptureSpec,
     FolderConfig,
     PreparedManifest,
+    StoredForm,
     TargetIdentity,
 )
 from stages.contracts.params import Params, load_params
@@ -39,7 +41,7 @@ from stages.targets import identify_target, load_target, locate_target
 if TYPE_CHECKING:
     from stages.targets._decoder import Decoder
 
-_SPARE_BYTES = 64 << 20  # configs, parquet and file system overhead beside the states
+_WORTH_REMEMBERING_S = 10.0  # a shorter run's rate is mostly its start
 
 
 def demand_target(found: TargetIdentity, prepared: TargetIdentity, params: Params) -> None:
@@ -75,51 +77,75 @@ def capture_spec(params: Params, target: TargetIdentity) -> CaptureSpec:
         layers=target.layers,
         hidden_size=target.hidden_size,
         compute_dtype=params.target.dtype,
+        form=StoredForm(
+            tokens=params.capture.store_tokens, last=params.capture.store_last, aux_dtype=params.capture.store_aux
+        ),
     )
 
 
-def demand_room(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> int:
-    """Print what is going to happen, and return the tokens that go through the target.
+def look_ahead(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> Forecast:
+    """Check the finished folders, tell what was found damaged and what is going to happen.
 
     Raises:
         Refusal: the disk cannot hold what is to be written.
     """
-    spec = cache.capture
-    new = [plan for plan in plans if not cache.has(plan.row_ids)]
-    todo = [row for plan in plans for row in cache.missing(plan)]
-    sizes = [folder_bytes(len(p.rows), p.tokens, len(spec.points) + 1, spec.hidden_size) for p in plans]
-    need = sum(size for plan, size in zip(plans, sizes, strict=True) if not cache.has(plan.row_ids))
-    output.mkdir(parents=True, exist_ok=True)
-    if output.stat().st_dev != cache.root.stat().st_dev:
-        need += sum(sizes)  # no hard link from one file system to another: the folders are copied
-    free = shutil.disk_usage(cache.root).free
-    rows, tokens = sum(len(p.rows) for p in plans), sum(len(row) for row in todo)
-    print(
-        f"extract: {rows} rows, {sum(p.tokens for p in plans)} tokens, {sum(sizes) / 1e9:.2f} GB in {len(plans)} folders; "
-        f"{len(plans) - len(new)} folders stand in the work cache, {len(todo)} rows ({tokens} tokens) go through the target; "
-        f"{need / 1e9:.2f} GB to write, {free / 1e9:.1f} GB free",
-        file=sys.stderr,
-        flush=True,
-    )
-    if need + _SPARE_BYTES > free:
-        raise Refusal(
-            "The hidden states do not fit on this disk",
-            where=str(cache.root),
-            expected=f"{(need + _SPARE_BYTES) / 1e9:.2f} GB free",
-            got=f"{free / 1e9:.2f} GB",
-            do="free some, lower prepare.sources' limits, or move .cache and data to a larger disk",
-        )
-    return tokens
+    cache.take_in(output)
+    with progress(max(cache.bytes_to_check(plans), 1), "extract: finished folders checked", "bytes") as advance:
+        cache.heal(plans, advance)
+    tell_damage(cache.damages, cache.quarantine)
+    told = forecast(plans, cache, output)
+    tell(told.words())
+    told.demand_room()
+    return told
+
+
+def tell(words: str) -> None:
+    print(f"extract: {words}", file=sys.stderr, flush=True)
+
+
+def tell_damage(damages: Sequence[Damage], kept_in: Path) -> None:
+    """A line a damaged place; what was found stays in quarantine."""
+    for damage in damages:
+        tell(f"damaged: {damage.where}: {damage.what} (expected {damage.expected}, got {damage.got})")
+    if damages:
+        tell(f"{len(damages)} damaged places; their bytes are kept in {kept_in}, the reason beside them")
+
+
+def tell_hours(target: Decoder, told: Forecast, cache: WorkCache, params: Params) -> None:
+    """Hours at the rate that this machine had last, else at that of a short sample."""
+    rate, source = cache.rate(device_name(params.target.device)), "as measured here before"
+    if rate is None:
+        rate = sample_rate(target, told, cache.capture.points, params.capture.tokens_per_batch)
+        source = "measured on the first rows"
+    if rate:
+        tell(told.hours(rate, source))
+
+
+def compute(
+    target: Decoder, plan: FolderPlan, cache: WorkCache, groups: Sequence[Sequence[Row]], tokens_per_batch: int
+) -> Iterator[Tensor]:
+    """States of the rows of `plan` that the cache lacks. Each group is a batch of its own, whatever stands beside it."""
+    missing = cache.missing(plan)
+    if len(missing) == len(plan.rows):
+        yield from capture_rows(target, missing, cache.capture.points, tokens_per_batch)
+        return
+    lacking = {row.row_id for row in missing}
+    for group in groups:
+        if rows := [row for row in group if row.row_id in lacking]:
+            yield from capture_rows(target, rows, cache.capture.points, tokens_per_batch)
 
 
 def finish_folders(
     target: Decoder | None, plans: Sequence[FolderPlan], cache: WorkCache, tokens_per_batch: int, tokens: int
-) -> None:
+) -> float:
     """Make what the work cache lacks, folder by folder; each is whole when it appears there.
 
     Args:
         target: None when every row stands somewhere in the cache, and folders are only put together anew.
         tokens: how many go through the target, for the bar.
+
+    Returns:
+        seconds it took.
     """
     started, done = time.monotonic(), 0
     with progress(max(tokens, 1), "extract", "tokens") as advance:
@@ -133,11 +159,18 @@ def finish_folders(
 
         for plan in plans:
             if not cache.has(plan.row_ids):
+                groups = cache.cut(plan, tokens_per_batch)
                 computed: Iterator[Tensor] = iter(())
-                if (missing := cache.missing(plan)) and target is not None:
-                    computed = capture_rows(target, missing, cache.capture.points, tokens_per_batch)
+                if target is not None:
+                    computed = compute(target, plan, cache, groups, tokens_per_batch)
                 states = cache.states(plan, counted(computed))
-                cache.note(write_folder(cache.path(plan.row_ids), plan, cache.capture, states))
+                config = write_folder(cache.path(plan.row_ids), plan, cache.capture, states, groups)
+                if not cache.note(config):
+                    tell(
+                        f"{plan.name}: rows that were computed again differ in bits from those that were lost (another batch, "
+                        "library or machine): the store has another digest, and what was made of it is made again"
+                    )
+    return time.monotonic() - started
 
 
 def link_folders(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> list[FolderConfig]:
@@ -150,28 +183,6 @@ def link_folders(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) ->
     return [cache.link(plan, output) for plan in plans]
 
 
-def describe(prepared: PreparedManifest, capture: CaptureSpec, folders: Sequence[FolderConfig]) -> CaptureManifest:
-    return CaptureManifest(
-        prepared_digest=prepared.digest(),
-        capture=capture,
-        slots=(*(f"point {p}" for p in capture.points), f"point {capture.layers}, before the final norm"),
-        folders=tuple(
-            CapturedFolder(
-                name=f.name,
-                source=f.source,
-                start=f.start,
-                end=f.end,
-                tokens=f.tokens,
-                config_digest=f.digest(),
-                rows_digest=f.rows_digest,
-            )
-            for f in folders
-        ),
-        rows=sum(len(f.row_ids) for f in folders),
-        tokens=sum(f.tokens for f in folders),
-    )
-
-
 def main() -> None:
     params = load_params()
     torch.set_num_threads(params.target.threads)
@@ -181,12 +192,18 @@ def main() -> None:
     demand_target(identify_target(folder, params.target.name), prepared.target, params)
     plans = list(plan_folders(read_rows(prepared), params.capture.rows_per_folder))
     cache = WorkCache(capture_spec(params, prepared.target), WORK)
-    tokens = demand_room(plans, cache, HIDDEN_STATES)
-    target = load_target(folder, params.target.device, params.target.dtype).pack() if tokens else None
-    finish_folders(target, plans, cache, params.capture.tokens_per_batch, tokens)
+    told = look_ahead(plans, cache, HIDDEN_STATES)
+    target = load_target(folder, params.target.device, params.target.dtype).pack() if told.todo else None
+    if target:
+        tell_hours(target, told, cache, params)
+    took = finish_folders(target, plans, cache, params.capture.tokens_per_batch, told.todo_tokens)
+    if took > _WORTH_REMEMBERING_S and target:
+        cache.remember_rate(device_name(params.target.device), told.todo_tokens / took)
+    known = len(cache.damages)
     folders = link_folders(plans, cache, HIDDEN_STATES)
+    tell_damage(cache.damages[known:], cache.quarantine)
     cache.drop_superseded(plans)
-    describe(prepared, cache.capture, folders).write(CAPTURE_MANIFEST)
+    describe_store(prepared.digest(), cache.capture, folders).write(CAPTURE_MANIFEST)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 
 from stages import extract
 from stages.capture.rows import Row
-from stages.capture.store import ROWS, RowStore
+from stages.capture.store import ROWS, RowFolder, RowStore, verify_store
 from stages.contracts.errors import ParamsError, Refusal
 from stages.contracts.manifest import HIDDEN_STATES, PREPARED_MANIFEST, PreparedManifest
 from tests import line, tiny
@@ -104,6 +104,7 @@ extract.main()
     assert len(through) == 30 - 12 and not list(Path(".cache/states").glob("*/.*"))
     resumed = bytes_of(HIDDEN_STATES)
     shutil.rmtree(".cache")
+    shutil.rmtree(HIDDEN_STATES)
     extract.main()
     assert len(through) == 30 - 12 + 30 and bytes_of(HIDDEN_STATES) == resumed
 
@@ -135,24 +136,37 @@ def test_other_points_are_computed_anew(here: Path, through: list[str]) -> None:
     assert len(through) == 60 and RowStore().manifest().capture.points == (2, 3, 4)
 
 
-def test_a_flipped_byte_in_a_finished_folder_stops_the_run_and_the_named_command_mends_it(
-    here: Path, through: list[str]
+def test_a_flipped_byte_in_a_finished_folder_costs_its_row_group_and_is_told(
+    here: Path, through: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     extract.main()
     good = bytes_of(HIDDEN_STATES)
     file = sorted(Path(".cache/states").glob(f"*/*/{ROWS}"))[2]
+    config = RowFolder(file.parent).config
     data = bytearray(file.read_bytes())
     data[len(data) // 3] ^= 1
-    file.write_bytes(bytes(data))
+    with file.open("r+b") as handle:
+        handle.write(data)
+    (damage,) = verify_store(HIDDEN_STATES)
     del through[:]
-    with pytest.raises(Refusal, match="work cache is damaged") as error:
-        extract.main()
-    assert not (HIDDEN_STATES / "data_config.json").exists()
-    command = error.value.do.split("`")[1]
-    assert command == f"rm -r {file.parent}"
-    subprocess.run(command.split(), check=True)
     extract.main()
-    assert 0 < len(through) <= 6 and bytes_of(HIDDEN_STATES) == good
+    assert tuple(through) == damage.row_ids and 0 < len(through) < len(config.row_ids)
+    assert bytes_of(HIDDEN_STATES) == good and not verify_store(HIDDEN_STATES)
+    told = capsys.readouterr().err
+    assert f"damaged: {file.parent.name}/{ROWS}: row" in told and "kept in .cache/quarantine" in told
+    (kept,) = Path(".cache/quarantine").glob(f"*/{ROWS}")
+    assert kept.read_bytes() == bytes(data)
+    extract.main()
+    assert "damaged" not in capsys.readouterr().err
+
+
+def test_a_removed_work_cache_is_filled_from_the_output(here: Path, through: list[str]) -> None:
+    extract.main()
+    shutil.rmtree(".cache")
+    lay(here, GROWN)
+    del through[:]
+    extract.main()
+    assert len(through) == 1 and RowStore().manifest().rows == 31
 
 
 def test_no_report_no_spend(here: Path, through: list[str]) -> None:

@@ -15,6 +15,7 @@ def code_digest(model_type: str, stages: Path = STAGES) -> str:
     """
     names = (
         "capture/spill.py",
+        "capture/forms.py",
         "targets/_checkpoint.py",
         "targets/_decoder.py",
         f"targets/{model_type.replace('-', '_')}.py",

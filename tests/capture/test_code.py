@@ -13,7 +13,8 @@ from tests.capture.conftest import SPEC
 
 
 @pytest.mark.parametrize(
-    "file", ["capture/spill.py", "targets/_decoder.py", "targets/_checkpoint.py", "targets/llama.py"]
+    "file",
+    ["capture/spill.py", "capture/forms.py", "targets/_decoder.py", "targets/_checkpoint.py", "targets/llama.py"],
 )
 def test_a_changed_line_of_capture_code_makes_another_digest_and_another_work_cache(tmp_path: Path, file: str) -> None:
     stages = tmp_path / "stages"
