@@ -77,5 +77,5 @@ def kept_slots(loss_mask: Mask, form: StoredForm, slots: int) -> Tensor:
 
 
 def as_stored(aux: Tensor, form: StoredForm) -> Tensor:
-    """An auxiliary state [..., H] as it would come back from the store, but for bfloat16's own rounding."""
-    return dequantise(*quantise(aux)).to(aux.dtype) if form.aux_dtype == "float8_e4m3" else aux
+    """An auxiliary state [..., H] as it would come back from a store that rounds to 8 bits; else as it is."""
+    return dequantise(*quantise(aux.to(torch.bfloat16))).to(aux.dtype) if form.aux_dtype == "float8_e4m3" else aux

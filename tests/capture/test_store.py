@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from stages.capture.rows import FolderPlan
 from stages.capture.spill import batches, capture_rows
-from stages.capture.store import CONFIG, ROWS, RowFolder, RowStore, folder_bytes, verify_store, write_folder
+from stages.capture.store import CONFIG, ROWS, RowFolder, RowStore, folder_bytes, write_folder
 from stages.capture.verify import found_digest
 from stages.contracts.errors import DataError
 from stages.contracts.files import canonical
