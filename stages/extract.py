@@ -175,6 +175,7 @@ def finish_folders(
 
 def link_folders(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> list[FolderConfig]:
     """Put every planned folder below `output` and remove what else is there; the manifest is not written yet."""
+    cache.keep_unreadable(output / CAPTURE_MANIFEST.name)
     (output / CAPTURE_MANIFEST.name).unlink(missing_ok=True)
     names = {plan.name for plan in plans}
     for strange in output.iterdir():

@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from stages.targets._decoder import Decoder
 
 _SPARE_BYTES = 64 << 20  # configs, parquet and file system overhead beside the states
-_SAMPLE_BATCHES = 3  # the first warms up and is not timed
 _WORTH_A_SAMPLE = 20  # batches; fewer are done before a sample of them says anything
 _HOUR = 3600.0
 
@@ -92,21 +90,20 @@ def forecast(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> For
 
 
 def sample_rate(target: Decoder, told: Forecast, points: Sequence[int], tokens_per_batch: int) -> float | None:
-    """Tokens a second of the first batches; None where so few are to be done that a sample is not worth its time."""
-    sample = list(islice(batches(told.todo, tokens_per_batch), _SAMPLE_BATCHES))
-    tokens = sum(len(row) for batch in sample[1:] for row in batch)
-    if told.todo_tokens < _WORTH_A_SAMPLE * tokens_per_batch or not tokens:
+    """Tokens a second of the first batch, warmed up by its first row; None where so few are to be done that a sample is
+    not worth its time."""
+    if told.todo_tokens < _WORTH_A_SAMPLE * tokens_per_batch:
         return None
 
-    def run(batch: list[Row]) -> None:
-        for _ in capture_rows(target, batch, points, tokens_per_batch):
+    def seconds(rows: Sequence[Row]) -> float:
+        started = time.monotonic()
+        for _ in capture_rows(target, rows, points, tokens_per_batch):
             pass
+        return time.monotonic() - started
 
-    run(sample[0])
-    started = time.monotonic()
-    for batch in sample[1:]:
-        run(batch)
-    return tokens / (time.monotonic() - started)
+    batch = next(batches(told.todo, tokens_per_batch))
+    seconds(batch[:1])
+    return sum(len(row) for row in batch) / seconds(batch)
 
 
 def device_name(device: str) -> str:

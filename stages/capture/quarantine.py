@@ -35,7 +35,7 @@ def quarantine(path: Path, damages: Sequence[Damage], to: Path) -> Path:
 
 def _drop_dvc_copy(file: Path) -> None:
     told = file.stat()
-    if told.st_nlink < 3 or not DVC_CACHE.is_dir():  # no more than `file` and the one in quarantine
+    if told.st_nlink < 2 or not DVC_CACHE.is_dir():
         return
     for folder, _, names in os.walk(DVC_CACHE):
         for name in names:

@@ -26,7 +26,7 @@ from stages.capture.verify import REPAIR, find_damage, read_config
 from stages.contracts.damage import Damage
 from stages.contracts.errors import DataError
 from stages.contracts.files import canonical, digest, whole_folder, write_whole
-from stages.contracts.manifest import QUARANTINE, WORK, CaptureSpec, FolderConfig
+from stages.contracts.manifest import QUARANTINE, WORK, CaptureManifest, CaptureSpec, FolderConfig
 
 _NAME = 24  # hex digits of a digest that name a folder
 _RATE = "rate.json"
@@ -164,6 +164,14 @@ class WorkCache:
             config.write(aside / CONFIG)
         return config
 
+    def keep_unreadable(self, manifest: Path) -> None:
+        """Put a store's manifest that cannot be read into quarantine, before another is written in its place."""
+        try:
+            CaptureManifest.read(manifest)
+        except DataError as error:
+            if manifest.is_file():
+                self._set_aside(manifest, [Damage(manifest.name, error.what, error.expected, error.got, REPAIR)])
+
     def drop_superseded(self, plans: Sequence[FolderPlan]) -> int:
         """Remove folders all of whose rows stand in the folders of `plans`, so that growth does not pile up, and damaged
         ones that nothing replaced; count them."""
@@ -257,7 +265,7 @@ def _inode(file: Path) -> tuple[int, int]:
     """Device and inode; of no file, nothing that a file has."""
     try:
         told = file.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return (0, 0)
     return told.st_dev, told.st_ino
 
