@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from stages.capture.code import code_digest
-from stages.capture.forecast import Forecast, device_name, forecast, sample_rate
+from stages.capture.forecast import Forecast, device_name, forecast, remember_rate, remembered_rate, sample_rate
+from stages.capture.quarantine import keep_unreadable
 from stages.capture.rows import FolderPlan, Row, plan_folders, read_rows
 from stages.capture.spill import capture_rows
 from stages.capture.verify import describe_store
@@ -113,7 +114,7 @@ def tell_damage(damages: Sequence[Damage], kept_in: Path) -> None:
 
 def tell_hours(target: Decoder, told: Forecast, cache: WorkCache, params: Params) -> None:
     """Hours at the rate that this machine had last, else at that of a short sample."""
-    rate, source = cache.rate(device_name(params.target.device)), "as measured here before"
+    rate, source = remembered_rate(cache.root, device_name(params.target.device)), "as measured here before"
     if rate is None:
         rate = sample_rate(target, told, cache.capture.points, params.capture.tokens_per_batch)
         source = "measured on the first rows"
@@ -175,7 +176,7 @@ def finish_folders(
 
 def link_folders(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> list[FolderConfig]:
     """Put every planned folder below `output` and remove what else is there; the manifest is not written yet."""
-    cache.keep_unreadable(output / CAPTURE_MANIFEST.name)
+    cache.damages += keep_unreadable(output / CAPTURE_MANIFEST.name, cache.quarantine)
     (output / CAPTURE_MANIFEST.name).unlink(missing_ok=True)
     names = {plan.name for plan in plans}
     for strange in output.iterdir():
@@ -199,7 +200,7 @@ def main() -> None:
         tell_hours(target, told, cache, params)
     took = finish_folders(target, plans, cache, params.capture.tokens_per_batch, told.todo_tokens)
     if took > _WORTH_REMEMBERING_S and target:
-        cache.remember_rate(device_name(params.target.device), told.todo_tokens / took)
+        remember_rate(cache.root, device_name(params.target.device), told.todo_tokens / took)
     known = len(cache.damages)
     folders = link_folders(plans, cache, HIDDEN_STATES)
     tell_damage(cache.damages[known:], cache.quarantine)

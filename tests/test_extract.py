@@ -189,10 +189,10 @@ def test_a_manifest_that_cannot_be_read_is_kept_before_it_is_written_again(here:
     manifest = HIDDEN_STATES / "data_config.json"
     good = manifest.read_bytes()
     manifest.chmod(0o644)
-    manifest.write_bytes(good[:90] + b"#" + good[91:])
+    manifest.write_bytes(b"#" + good[1:])
     extract.main()
     (kept,) = Path(".cache/quarantine").glob("data_config.json-*")
-    assert manifest.read_bytes() == good and (kept / "data_config.json").read_bytes()[90:91] == b"#"
+    assert manifest.read_bytes() == good and (kept / "data_config.json").read_bytes()[:1] == b"#"
     assert json.loads((kept / "reason.json").read_text())[0]["file"] == "data_config.json"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from stages.capture.rows import FolderPlan, Row
 from stages.capture.spill import batches, capture_rows
 from stages.capture.work import WorkCache
 from stages.contracts.errors import Refusal
+from stages.contracts.files import canonical, write_whole
 
 if TYPE_CHECKING:
     from stages.targets._decoder import Decoder
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _SPARE_BYTES = 64 << 20  # configs, parquet and file system overhead beside the states
 _WORTH_A_SAMPLE = 20  # batches; fewer are done before a sample of them says anything
 _HOUR = 3600.0
+_RATE = "rate.json"
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,19 @@ def sample_rate(target: Decoder, told: Forecast, points: Sequence[int], tokens_p
     batch = next(batches(told.todo, tokens_per_batch))
     seconds(batch[:1])
     return sum(len(row) for row in batch) / seconds(batch)
+
+
+def remembered_rate(cache: Path, device: str) -> float | None:
+    """Tokens a second that a target on `device` made with this work cache last, if that is known."""
+    try:
+        told = json.loads((cache / _RATE).read_bytes())[device]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):  # nothing hangs on it
+        return None
+    return float(told) if isinstance(told, int | float) and told > 0 else None
+
+
+def remember_rate(cache: Path, device: str, tokens_per_s: float) -> None:
+    write_whole(cache / _RATE, canonical({device: tokens_per_s}))
 
 
 def device_name(device: str) -> str:

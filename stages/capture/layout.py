@@ -17,6 +17,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +31,7 @@ from stages.contracts.manifest import CaptureSpec, FolderConfig, RowGroup, Store
 ROWS = "rows.safetensors"
 CONFIG = "data_config.json"
 _ALIGN = 64
+_MAX_HEADER = 1 << 20
 _WIDTH = {"I64": 8, "F32": 4, "BF16": 2, "I32": 4, "U8": 1, "F8_E4M3": 1}
 KIND = {
     "I64": torch.int64,
@@ -110,6 +112,21 @@ def _framed(told: dict[str, dict[str, Any]]) -> bytes:
     text = json.dumps(told, separators=(",", ":")).encode()
     padding = -(8 + len(text)) % _ALIGN
     return struct.pack("<Q", len(text) + padding) + text + b" " * padding
+
+
+def read_header(file: Path) -> tuple[dict[str, Any] | None, int]:
+    """The header as it lies in the file and where the data behind it begins; no header where there is none."""
+    with file.open("rb") as handle:
+        raw = handle.read(8)
+        length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else -1
+        if not 0 < length <= _MAX_HEADER or (8 + length) % _ALIGN:
+            return None, 8 + length
+        text = handle.read(length)
+    try:
+        told = json.loads(text)
+    except ValueError:  # bytes that are no UTF-8, or no JSON
+        told = None
+    return (told if isinstance(told, dict) else None), 8 + length
 
 
 def totals_of(config: FolderConfig) -> dict[Counted, int]:

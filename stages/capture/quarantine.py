@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stages.contracts.damage import Damage
+from stages.contracts.errors import DataError
 from stages.contracts.files import canonical, digest, whole_folder
+from stages.contracts.manifest import CaptureManifest
 
 DVC_CACHE = Path(".dvc/cache")
 REASON = "reason.json"
@@ -31,6 +33,27 @@ def quarantine(path: Path, damages: Sequence[Damage], to: Path) -> Path:
     for file in files:
         _drop_dvc_copy(file)
     return kept
+
+
+def keep_unreadable(manifest: Path, to: Path) -> list[Damage]:
+    """Keep a store's manifest that cannot be read, before another is written in its place."""
+    try:
+        CaptureManifest.read(manifest)
+    except DataError as error:
+        if manifest.is_file():
+            damages = [Damage(manifest.name, error.what, error.expected, error.got, "it is written again by extract")]
+            quarantine(manifest, damages, to)
+            return damages
+    return []
+
+
+def inode(file: Path) -> tuple[int, int]:
+    """Device and inode; of no file, what no file has."""
+    try:
+        told = file.stat()
+    except FileNotFoundError:
+        return (0, 0)
+    return told.st_dev, told.st_ino
 
 
 def _drop_dvc_copy(file: Path) -> None:

@@ -9,13 +9,10 @@ disk once instead of twice, and never pays for rows that nobody reads. gate-trai
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +31,7 @@ from stages.capture.layout import (
     head_size,
     header_of,
     offsets_of,
+    read_header,
     streams,
 )
 from stages.capture.rows import Row
@@ -44,8 +42,6 @@ from stages.contracts.errors import DataError
 from stages.contracts.manifest import CAPTURE_MANIFEST, HIDDEN_STATES, CaptureManifest, CaptureSpec, FolderConfig
 
 __all__ = ["CONFIG", "ROWS", "RowFolder", "RowStore", "folder_bytes", "verify_store", "write_folder"]
-
-_MAX_HEADER = 1 << 20
 
 
 class RowFolder:
@@ -185,9 +181,11 @@ class RowFolder:
         self._fits(size == config.bytes, f"{config.bytes} bytes", ROWS, f"{size} bytes: cut off or replaced")
         good, start = header_of(config)
         if check_header:
-            header, found = self._header(file, size)
+            header, found = read_header(file)
+            self._fits(header is not None, "a safetensors header", ROWS, f"a header of {found} bytes that is none")
             for name, item in good.items():
-                self._fits(header.get(name) == item, f"{name} {item}", ROWS, str(header.get(name)))
+                told = (header or {}).get(name)
+                self._fits(told == item, f"{name} {item}", ROWS, str(told))
             self._fits(found == start, f"data that begins at byte {start}", ROWS, f"at byte {found}")
         end = start + max(item["data_offsets"][1] for item in good.values())
         self._fits(end == size, f"data that ends at byte {end}", ROWS, f"a file of {size} bytes")
@@ -199,20 +197,6 @@ class RowFolder:
             begin, stop = (start + x for x in item["data_offsets"])
             tensors[name] = raw[begin:stop].view(KIND[item["dtype"]]).view(item["shape"])
         return tensors
-
-    def _header(self, file: Path, size: int) -> tuple[dict[str, Any], int]:
-        with file.open("rb") as handle:
-            raw = handle.read(8)
-            length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else -1
-            fits = 0 < length <= min(size - 8, _MAX_HEADER) and not (8 + length) % 64
-            self._fits(fits, "a safetensors header", ROWS, f"a header length of {length} in {size} bytes")
-            text = handle.read(length)
-        try:
-            header = json.loads(text)
-        except ValueError:  # bytes that are no UTF-8, or no JSON
-            header = None
-        self._fits(isinstance(header, dict), "a safetensors header", ROWS, "a header that is no JSON object")
-        return header, 8 + length  # type: ignore[return-value]
 
 
 class RowStore:

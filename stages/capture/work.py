@@ -10,7 +10,6 @@ is kept in quarantine as it was found, and replaced once the damaged rows have g
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,18 +17,17 @@ from pathlib import Path
 from torch import Tensor
 
 from stages.capture.layout import CONFIG, ROWS
-from stages.capture.quarantine import link_or_copy, quarantine
+from stages.capture.quarantine import inode, link_or_copy, quarantine
 from stages.capture.rows import FolderPlan, Row
 from stages.capture.spill import batches
 from stages.capture.store import RowFolder
 from stages.capture.verify import REPAIR, find_damage, read_config
 from stages.contracts.damage import Damage
 from stages.contracts.errors import DataError
-from stages.contracts.files import canonical, digest, whole_folder, write_whole
-from stages.contracts.manifest import QUARANTINE, WORK, CaptureManifest, CaptureSpec, FolderConfig
+from stages.contracts.files import canonical, digest, whole_folder
+from stages.contracts.manifest import QUARANTINE, WORK, CaptureSpec, FolderConfig
 
 _NAME = 24  # hex digits of a digest that name a folder
-_RATE = "rate.json"
 
 
 class WorkCache:
@@ -164,14 +162,6 @@ class WorkCache:
             config.write(aside / CONFIG)
         return config
 
-    def keep_unreadable(self, manifest: Path) -> None:
-        """Put a store's manifest that cannot be read into quarantine, before another is written in its place."""
-        try:
-            CaptureManifest.read(manifest)
-        except DataError as error:
-            if manifest.is_file():
-                self._set_aside(manifest, [Damage(manifest.name, error.what, error.expected, error.got, REPAIR)])
-
     def drop_superseded(self, plans: Sequence[FolderPlan]) -> int:
         """Remove folders all of whose rows stand in the folders of `plans`, so that growth does not pile up, and damaged
         ones that nothing replaced; count them."""
@@ -182,17 +172,6 @@ class WorkCache:
             shutil.rmtree(self.root / key)
             self._finished.pop(key, None)
         return len(old) + len(self._hurt)
-
-    def rate(self, device: str) -> float | None:
-        """Tokens a second that a target on `device` made here last, if that is known."""
-        try:
-            told = json.loads((self.root / _RATE).read_bytes())[device]
-        except (FileNotFoundError, ValueError, LookupError, TypeError):  # nothing hangs on it
-            return None
-        return float(told) if isinstance(told, int | float) and told > 0 else None
-
-    def remember_rate(self, device: str, tokens_per_s: float) -> None:
-        write_whole(self.root / _RATE, canonical({device: tokens_per_s}))
 
     def _take(self, path: Path) -> None:
         """Note the finished folder `path`; one whose config is no use goes into quarantine at once."""
@@ -246,9 +225,9 @@ class WorkCache:
             return False  # other rows had this name
         if found is not None and found != config:
             faults = [_fault(place, "A folder's config is not that of its rows", config.digest(), found.digest())]
-        if not faults and _inode(place / ROWS) == _inode(rows):
+        if not faults and inode(place / ROWS) == inode(rows):
             return True
-        if _inode(place / ROWS) in self._kept:  # the work cache's own file, found damaged there
+        if inode(place / ROWS) in self._kept:  # the work cache's own file, found damaged there
             return False
         faults += find_damage(place, config)
         if faults:
@@ -257,17 +236,8 @@ class WorkCache:
 
     def _set_aside(self, path: Path, damages: Sequence[Damage]) -> None:
         quarantine(path, damages, self.quarantine)
-        self._kept.add(_inode(path / ROWS))
+        self._kept.add(inode(path / ROWS))
         self.damages += damages
-
-
-def _inode(file: Path) -> tuple[int, int]:
-    """Device and inode; of no file, nothing that a file has."""
-    try:
-        told = file.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return (0, 0)
-    return told.st_dev, told.st_ino
 
 
 def _fault(path: Path, what: str, expected: str, got: str) -> Damage:

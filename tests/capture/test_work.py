@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stages.capture.forecast import remember_rate, remembered_rate
 from stages.capture.layout import group_slices, head_bytes, offsets_of
 from stages.capture.quarantine import REASON, link_or_copy
 from stages.capture.rows import FolderPlan
@@ -268,9 +269,8 @@ def test_bytes_that_the_dvc_cache_shares_go_there_too(
 
 
 def test_a_rate_is_remembered_by_device_and_a_damaged_note_of_it_is_none(tmp_path: Path) -> None:
-    cache = WorkCache(SPEC, tmp_path)
-    assert cache.rate("cpu") is None
-    cache.remember_rate("cpu", 12.5)
-    assert cache.rate("cpu") == 12.5 and cache.rate("an accelerator") is None
-    (cache.root / "rate.json").write_text("12")
-    assert cache.rate("cpu") is None
+    assert remembered_rate(tmp_path, "cpu") is None
+    remember_rate(tmp_path, "cpu", 12.5)
+    assert remembered_rate(tmp_path, "cpu") == 12.5 and remembered_rate(tmp_path, "an accelerator") is None
+    (tmp_path / "rate.json").write_text("12")
+    assert remembered_rate(tmp_path, "cpu") is None
