@@ -12,6 +12,7 @@ compute beside it. Arms are interleaved in one run.
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -24,9 +25,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stages.capture.layout import ROWS as FILE
 from stages.capture.rows import FolderPlan, Row, plan_folders, row_id
-from stages.capture.store import RowFolder, write_folder
+from stages.capture.store import RowFolder, folder_bytes, write_folder
 from stages.capture.work import WorkCache
 from stages.contracts.manifest import CaptureSpec
 
@@ -115,25 +115,33 @@ def plain_write(path: Path, size: int) -> None:
 
 
 def write_rates(folder: Path) -> tuple[float, float, float]:
-    """MB/s of the store and of a plain write, and the median ratio of pairs."""
+    """MB/s of the store and of a plain write, and the median ratio of pairs; each write is to a new name."""
     rows = make_rows(WRITTEN_ROWS, 5, 400)
     plan, states = FolderPlan("a", 0, tuple(rows)), list(make_states(rows, HIDDEN))
-    write_folder(folder / plan.name, plan, SPEC, iter(states))
-    size = (folder / plan.name / FILE).stat().st_size
-    arms: list[Callable[[], object]] = [
-        lambda: write_folder(folder / plan.name, plan, SPEC, iter(states)),
-        lambda: plain_write(folder / "plain", size),
+    size = folder_bytes(SPEC, plan.rows)
+    arms: list[Callable[[Path], object]] = [
+        lambda path: write_folder(path, plan, SPEC, iter(states)),
+        lambda path: plain_write(path, size),
     ]
+    for arm in arms:  # once before the clock
+        arm(folder / "warm")
+        remove(folder / "warm")
     pairs: list[tuple[float, float]] = []
     for repeat in range(REPEATS):
         took = [0.0, 0.0]
         for arm in (0, 1) if repeat % 2 == 0 else (1, 0):
+            path = folder / f"{repeat}-{arm}"
             started = time.perf_counter()
-            arms[arm]()
+            arms[arm](path)
             took[arm] = time.perf_counter() - started
+            remove(path)
         pairs.append((took[0], took[1]))
     ours, plain = (size / 1e6 / statistics.median(p[k] for p in pairs) for k in (0, 1))
     return ours, plain, statistics.median(b / a for a, b in pairs)
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def growth(folder: Path) -> tuple[float, float]:

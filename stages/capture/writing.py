@@ -1,5 +1,5 @@
 """Writing a folder of rows, group by group, a group being the rows that went through the target together. Its sha256 is
-taken by another thread while the next rows are computed and written.
+taken by other threads while the next rows are computed and written, and while the disk takes the last ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from stages.contracts.files import whole_folder
 from stages.contracts.manifest import CaptureSpec, FolderConfig, RowGroup
 
 GROUP_TOKENS = 2048  # where no batch size is given
-_HASHED_BEHIND = 2  # groups whose digest is still being taken; more would pile up in memory
+_HASHING_THREADS = 2
+_HASHED_BEHIND = 4  # groups whose digest is still being taken; more would pile up in memory
 
 
 def write_folder(
@@ -96,7 +97,7 @@ def _write_groups(
     found: list[tuple[int, int, Future[str]]] = []
     behind: deque[Future[str]] = deque()
     begin = 0
-    with ThreadPoolExecutor(1) as hashing:
+    with ThreadPoolExecutor(_HASHING_THREADS) as hashing:
         for rows in groups:
             pieces = _encoded(islice(paired, len(rows)), capture)
             for name, parts in pieces.items():
@@ -109,6 +110,8 @@ def _write_groups(
             if len(behind) > _HASHED_BEHIND:
                 behind.popleft().result()
         next(paired, None)  # raises where there are more states than rows
+        file.flush()
+        os.fsync(file.fileno())
         return tuple(_group(start, end, offsets, future.result()) for start, end, future in found)
 
 
