@@ -151,7 +151,7 @@ class WorkCache:
     def link(self, plan: FolderPlan, root: Path) -> FolderConfig:
         """Put the finished folder of `plan` below `root` under the plan's name: a hard link and its own config.
 
-        A folder that stands there already stays; a damaged one goes into quarantine before it is replaced.
+        A link that stands there already stays; a damaged folder goes into quarantine before it is replaced.
         """
         kept, place = self.folder(self.key(plan.row_ids)), root / plan.name
         config = kept.config.model_copy(update={"source": plan.source, "start": plan.start, "end": plan.end})
@@ -230,9 +230,11 @@ class WorkCache:
         if inode(place / ROWS) in self._kept:  # the work cache's own file, found damaged there
             return False
         faults += find_damage(place, config)
-        if faults:
+        if {f.got for f in faults} - {
+            d.got for d in self.damages
+        }:  # DVC makes a copy of an output before it is written
             self._set_aside(place, faults)
-        return not faults
+        return not faults and inode(place / ROWS)[0] != inode(rows)[0]  # on one device, links instead of copies
 
     def _set_aside(self, path: Path, damages: Sequence[Damage]) -> None:
         quarantine(path, damages, self.quarantine)

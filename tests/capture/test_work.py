@@ -165,7 +165,7 @@ def test_folders_that_stand_in_the_output_alone_are_taken_in(target: Decoder, tm
     assert other.take_in(tmp_path / "out") == 0
 
 
-def test_a_damaged_copy_in_the_output_is_kept_before_it_is_replaced_and_a_sound_one_stays(
+def test_a_damaged_copy_in_the_output_is_kept_before_it_is_replaced_and_a_sound_one_is_linked(
     target: Decoder, tmp_path: Path
 ) -> None:
     plan, cache = make_plan(range(4)), WorkCache(SPEC, tmp_path / "states")
@@ -175,9 +175,13 @@ def test_a_damaged_copy_in_the_output_is_kept_before_it_is_replaced_and_a_sound_
     data = rows.read_bytes()
     rows.unlink()
     rows.write_bytes(data)  # a copy: another inode
-    was = rows.stat().st_ino
     cache.link(plan, tmp_path / "out")
-    assert rows.stat().st_ino == was and not cache.damages
+    assert os.path.samefile(rows, cache.path(plan.row_ids) / ROWS) and not cache.damages
+    was = rows.stat().st_ctime_ns
+    cache.link(plan, tmp_path / "out")
+    assert rows.stat().st_ctime_ns == was, "a link that stands is left alone"
+    rows.unlink()
+    rows.write_bytes(data)
     flip(rows, 2000)
     cache.link(plan, tmp_path / "out")
     assert rows.read_bytes() == data and cache.damages[0].folder == plan.name
