@@ -35,8 +35,16 @@ from stages.contracts.points import default_points
 
 # Model classes of SGLang's, by model_type. Read in its own sources, 0.5.12 to 0.5.23.
 _FIRST_ID_DECIDES = frozenset(
-    ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral_large_3", "kimi_k2", "kimi_k25"]
-    + ["glm4_moe_lite"]
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "kimi_k2",
+        "kimi_k25",
+        "mistral_large_3",
+    }
 )
 _LAST_ID_DECIDES = frozenset({"gpt_oss"})
 _AS_WRITTEN_IN_SGLANG = frozenset({"deepseek_v4"})
