@@ -17,7 +17,12 @@ from stages.contracts.files import canonical, digest, file_digest
 from stages.contracts.manifest import TargetIdentity
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
     from stages.targets._decoder import Decoder
+    from stages.targets._room import Load
 
 CACHE = Path(".cache/targets")
 
@@ -67,6 +72,38 @@ def load_target(folder: Path, device: str = "cpu", dtype: str = "float32", *, st
             do="add stages/targets/<model_type>.py (llama.py is the shortest example)",
         )
     return importlib.import_module(f"stages.targets.{family}").load(folder, config, device, dtype, stored=stored)
+
+
+def open_target(folder: Path, device: str, dtype: str, load: Load) -> tuple[Decoder, str]:
+    """The target to run rows through again, held whole and packed, or left in its files, and which of both in words.
+
+    Args:
+        load: `whole`, `layer_by_layer`, or `auto`: by the size of the weights against the memory that is free.
+
+    Raises:
+        EngineError: as `load_target`.
+    """
+    from stages.targets._room import choose, free_bytes, weight_bytes
+
+    stored, words = choose(load, weight_bytes(folder, dtype), free_bytes(device), device)
+    target = load_target(folder, device, dtype, stored=stored)
+    return target.pack(), words
+
+
+def expect_rows(target: Decoder, rows: Sequence[Tensor], watch: Callable[[int], None]) -> None:
+    """Tell a stored target which rows (ids [L]) will be asked for one by one, so that each layer is read once for as many
+    of them as memory holds; nothing for a whole one.
+
+    Args:
+        watch: called with the number of layers done.
+    """
+    from stages.targets._room import free_bytes, tokens_together
+
+    if target.stored:
+        c = target.config
+        target.expect(
+            rows, tokens_together(c.layers, c.hidden_size, target.dtype, free_bytes(str(target.device))), watch
+        )
 
 
 def locate_target(origin: str, cache: Path = CACHE) -> Path:

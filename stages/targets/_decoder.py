@@ -95,6 +95,10 @@ class Stream:
         return Stream(self.last[start:end], {p: s[start:end] for p, s in self.states.items()})
 
 
+def _unwatched(layers: int) -> None:
+    """For nobody who waits."""
+
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -118,6 +122,7 @@ class Decoder:
         self.device, self.dtype = embedding.device, embedding.dtype
         self._rope = self._rope_table(1024)
         self._ahead: Ahead[Stream] | None = None
+        self._watch: Callable[[int], None] = _unwatched
 
     @property
     def stored(self) -> bool:
@@ -151,15 +156,16 @@ class Decoder:
         self.head.pack()
         return self
 
-    def expect(self, rows: Sequence[Tensor], tokens: int) -> None:
+    def expect(self, rows: Sequence[Tensor], tokens: int, watch: Callable[[int], None] = _unwatched) -> None:
         """Say which rows will be asked for one by one, so that a stored target runs them together and each layer is read
         once for all of them.
 
         Args:
             rows: ids [L] of each row, in the order they will be asked for.
             tokens: most tokens that are run together; their states are held until other rows are asked for.
+            watch: called with the number of layers done, of every pass.
         """
-        self._ahead = Ahead(rows, tokens)
+        self._ahead, self._watch = Ahead(rows, tokens), watch
 
     def new_cache(self, slots: int, positions: int) -> KVCache:
         return KVCache(self.config, slots, positions, self.device, self.dtype)
@@ -265,6 +271,7 @@ class Decoder:
             x = self._through(self.layers[i], i, x, rotary, attend)
             if i + 1 in wanted:
                 states[i + 1] = x
+            self._watch(i + 1)
         return Stream(x, states)
 
     def _through(self, layer: Layer, i: int, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:

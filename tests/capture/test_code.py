@@ -13,7 +13,9 @@ from tests.capture.conftest import SPEC
 
 
 @pytest.mark.parametrize(
-    "file", ["capture/spill.py", "targets/_decoder.py", "targets/_checkpoint.py", "targets/llama.py"]
+    "file",
+    ["capture/spill.py", "targets/llama.py"]
+    + [f"targets/{name}.py" for name in ("_checkpoint", "_decoder", "_latent", "_layers", "_quantised", "_rope")],
 )
 def test_a_changed_line_of_capture_code_makes_another_digest_and_another_work_cache(tmp_path: Path, file: str) -> None:
     stages = tmp_path / "stages"
@@ -34,6 +36,6 @@ def test_another_family_and_code_that_makes_no_state_leave_the_name_alone(tmp_pa
     for room in ("capture", "targets"):
         shutil.copytree(STAGES / room, stages / room)
     before = code_digest("llama", stages)
-    for file in ("targets/qwen3.py", "capture/probe.py"):
+    for file in ("targets/qwen3.py", "targets/_ahead.py", "targets/_room.py", "capture/probe.py"):
         (stages / file).write_text("")
     assert code_digest("llama", stages) == before != code_digest("qwen3", stages)

@@ -22,8 +22,9 @@ IDS = [1, 30, 40, 50, 60, 70, 80, 90, 100, 9, 8, 7]
 def make_family(folder: Path, family: str) -> Path:
     """A tiny random target of `family`."""
     if family in latent.FAMILIES:
-        return latent.make_target(folder, family, rope_scaling=latent.YARN if family != "deepseek_v3" else None)
-    changes: dict[str, object] = {"model_type": family}
+        scaling = latent.YARN if family != "deepseek_v3" else None
+        return latent.make_target(folder, family, rope_scaling=scaling)
+    changes: dict[str, Any] = {"model_type": family}
     if family == "qwen3":
         changes |= {"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "attention_bias": False}
     tiny.make_target(folder, **changes)
