@@ -105,6 +105,33 @@ def test_a_good_line_passes_both_gates_with_reports_bound_to_their_subjects(
     assert not PAGE.exists(), "the page is gate-deployment's output; an earlier gate that passes leaves it alone"
 
 
+def hold_target(line: Path, load: str) -> None:
+    raw = json.loads((line / "params.yaml").read_text())
+    raw["gates"]["training"]["target_load"] = load
+    (line / "params.yaml").write_text(json.dumps(raw))
+
+
+def test_a_target_left_in_its_files_proves_the_layers_as_well_and_the_gate_says_how_it_was_held(
+    line: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture(monkeypatch)
+    for load, words in (
+        ("whole", "held whole, as params.yaml says"),
+        ("layer_by_layer", "read layer by layer, as params.yaml says"),
+        ("auto", "held whole, by size"),
+    ):
+        hold_target(line, load)
+        assert failed(judge(monkeypatch, "training")) == {}
+        assert f"gate-training: the target is {words}: " in capsys.readouterr().err
+
+
+def test_a_shift_is_named_by_a_target_left_in_its_files(line: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture(monkeypatch, (2, 4, 6))
+    hold_target(line, "layer_by_layer")
+    found = failed(judge(monkeypatch, "training"))
+    assert "every slot is shifted by +1 layer" in found["of all the target's points, the nearest is the claimed one"]
+
+
 @pytest.mark.parametrize(
     ("points", "words"),
     [
