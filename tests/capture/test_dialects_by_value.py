@@ -6,7 +6,6 @@ dialect; the input and the output of each of its layers are what all others say 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
