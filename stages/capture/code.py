@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 STAGES = Path(__file__).parents[1]
-_SHARED = ("_checkpoint", "_decoder", "_latent", "_layers", "_quantised", "_rope")
+_SHARED = ("_checkpoint", "_decoder", "_latent", "_layers", "_mixture", "_quantised", "_rope", "_stream")
 
 
 def code_digest(model_type: str, stages: Path = STAGES) -> str:

@@ -1,5 +1,5 @@
-"""The parts of a decoder layer that every family is put together from. Shape suffixes as in _decoder.py; I is the MLP's
-width."""
+"""The parts of a decoder layer that every family is put together from. Shape suffixes as in _decoder.py; I is the
+MLP's width."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from stages.contracts.errors import EngineError
 from stages.targets import load_target
 from stages.targets._decoder import Decoder
-from stages.targets._latent import LatentAttention, Mixture
+from stages.targets._latent import LatentAttention
 from stages.targets._layers import GatedMLP
+from stages.targets._mixture import Mixture
 from stages.targets._quantised import unpack_int4, unscale_blocks
 from tests import latent
 from tests.targets.test_conformance import IDS, close
