@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from stages.contracts.files import Fact
 
@@ -37,7 +39,9 @@ class TargetIdentity(Fact):
 class PreparedSource(Fact):
     """One folder data/prepared/<name>/rows.parquet.
 
-    `rows_read == rows + sum(rejects.values())`: nothing is dropped without a reason counted here.
+    `rows_read + further_rows == rows + sum(rejects.values())`: nothing is dropped without a reason counted here.
+    further_rows: rows that a conversation gave beyond its first; shapes: what the rows of files were. Both are left out
+    of the JSON where they say nothing, as in manifests from before they were counted.
     """
 
     name: str
@@ -56,6 +60,13 @@ class PreparedSource(Fact):
     repetitive: int
     rejects: dict[str, int]
     rows_digest: str
+    further_rows: int = 0
+    shapes: dict[str, int] = {}
+
+    @model_serializer(mode="wrap")
+    def _without_what_says_nothing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        told: dict[str, Any] = handler(self)
+        return {name: value for name, value in told.items() if name not in ("further_rows", "shapes") or value}
 
 
 class PreparedManifest(Fact):
