@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from stages.contracts.files import Fact
 
@@ -61,7 +61,7 @@ class PreparedSource(Fact):
     rejects: dict[str, int]
     rows_digest: str
     further_rows: int = 0
-    shapes: dict[str, int] = {}
+    shapes: dict[str, int] = Field(default_factory=dict)
 
     @model_serializer(mode="wrap")
     def _without_what_says_nothing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from stages.contracts.files import Fact
+from stages.contracts.files import Fact, canonical, digest
+from stages.contracts.manifest import PreparedManifest
 
 PREPARED_QUALITY = Path("data/prepared/quality.json")
 ACCEPTED_DATASET = Path("reports/gates/accepted_dataset.json")
@@ -43,10 +44,11 @@ class SharedText(Fact):
 
 
 class PreparedQuality(Fact):
-    """data/prepared/quality.json, of the rows as they were written. The lists name the first few of those counted."""
+    """data/prepared/quality.json, of the rows as they were written; `rows_digest` names them (`digest_of_rows`). The lists
+    name the first few of those counted."""
 
     version: Literal[1] = 1
-    prepared_digest: str
+    rows_digest: str
     tokenizer_digest: str
     domains: tuple[DomainQuality, ...]
     sources: tuple[SourceShare, ...]
@@ -61,10 +63,15 @@ class AcceptedDataset(Fact):
     them, which they were compared with: judging the same rows again gives the same report."""
 
     version: Literal[1] = 1
-    prepared_digest: str
+    rows_digest: str
     tokenizer_digest: str
     domains: tuple[DomainQuality, ...]
     before: AcceptedDataset | None = None
+
+
+def digest_of_rows(manifest: PreparedManifest) -> str:
+    """One digest over the rows of all sources."""
+    return digest(canonical({s.name: s.rows_digest for s in manifest.sources}))
 
 
 def token_bin(token_id: int) -> int:
@@ -74,7 +81,7 @@ def token_bin(token_id: int) -> int:
 
 def earlier_than(quality: PreparedQuality, accepted: AcceptedDataset | None) -> AcceptedDataset | None:
     """The dataset to compare with: the last one accepted that is not this one."""
-    while accepted is not None and accepted.prepared_digest == quality.prepared_digest:
+    while accepted is not None and accepted.rows_digest == quality.rows_digest:
         accepted = accepted.before
     return accepted
 
@@ -83,7 +90,7 @@ def accept(quality: PreparedQuality, accepted: AcceptedDataset | None) -> Accept
     """The record after these rows passed; one dataset before them is kept."""
     before = earlier_than(quality, accepted)
     return AcceptedDataset(
-        prepared_digest=quality.prepared_digest,
+        rows_digest=quality.rows_digest,
         tokenizer_digest=quality.tokenizer_digest,
         domains=quality.domains,
         before=None if before is None else before.model_copy(update={"before": None}),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +16,10 @@ from stages.contracts.quality import (
     PreparedQuality,
     SharedText,
     SourceShare,
+    digest_of_rows,
 )
 from stages.corpus.gather import Corpus
 from stages.corpus.rows import Row
-
-if TYPE_CHECKING:
-    from stages.contracts.params import Prepare
 
 _NAMED = 20  # rows that a list names
 Likeness = Sequence[tuple[str, str, float]]  # prompt id, what it is like, how much
@@ -59,11 +56,11 @@ class Measures:
         if row.prompt_id in self._rows:
             self._rows[row.prompt_id] = row.row_id
 
-    def done(self, manifest: PreparedManifest, prepare: Prepare) -> PreparedQuality:
+    def done(self, manifest: PreparedManifest, weights: Mapping[str, float | None]) -> PreparedQuality:
+        """The figures of all rows taken. `weights` are those of the sources, by name; a source not named has none."""
         near, leaks = self._written(self._near), self._written(self._leaks)
-        weights = {s.name: s.weight for s in prepare.sources}
         return PreparedQuality(
-            prepared_digest=manifest.digest(),
+            rows_digest=digest_of_rows(manifest),
             tokenizer_digest=manifest.target.tokenizer_digest,
             domains=tuple(
                 DomainQuality(
@@ -78,7 +75,9 @@ class Measures:
                 for name, d in sorted(self._domains.items())
             ),
             sources=tuple(
-                SourceShare(source=s.name, rows=s.rows, supervised_tokens=s.supervised_tokens, weight=weights[s.name])
+                SourceShare(
+                    source=s.name, rows=s.rows, supervised_tokens=s.supervised_tokens, weight=weights.get(s.name)
+                )
                 for s in manifest.sources
             ),
             near_duplicates=len(near),

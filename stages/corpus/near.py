@@ -91,7 +91,7 @@ def _neighbours(
     order = np.lexsort((rank, keys))
     new = np.concatenate([[True], keys[order][1:] != keys[order][:-1]])
     starts = np.flatnonzero(new)
-    leaders = order[np.repeat(starts, np.diff([*starts, len(order)]))]
+    leaders = order[np.repeat(starts, np.diff(np.append(starts, len(order))))]
     followers = np.flatnonzero(~new)
     before = np.concatenate([leaders[followers], order[followers - 1]])
     return before, np.concatenate([order[followers], order[followers]])

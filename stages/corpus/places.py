@@ -186,19 +186,20 @@ class _Ranges(io.RawIOBase):
         if wanted <= 0:
             return 0
         span = f"bytes={self._at}-{self._at + wanted - 1}"
-        for left in (2, 1, 0):
+        for last in (False, False, True):
             try:
                 told = self._client.get_object(Bucket=self._bucket, Key=self._key, Range=span, IfMatch=self._etag)
                 data = told["Body"].read()
-                break
             except (IncompleteReadError, ResponseStreamingError) as error:
-                if not left:
+                if last:
                     raise self._failed(error) from error
+                continue
             except (BotoCoreError, ClientError) as error:
                 raise self._failed(error) from error
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+            buffer[: len(data)] = data
+            self._at += len(data)
+            return len(data)
+        raise AssertionError("the last attempt returns or raises")
 
     def _failed(self, error: BaseException) -> DataError:
         return DataError(

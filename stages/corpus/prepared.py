@@ -43,18 +43,18 @@ def write_prepared(
     """
     sources = []
     measures = Measures(corpus)
-    with TableWriter(folder / "rejects.parquet", REJECTS) as rejects:
-        with progress(sum(g.kept for g in corpus.gathered), "rows", "written") as advance:
-            for of_source in corpus.gathered:
-                name = of_source.source.name
-                made = (make_row(c, answers, of_source.source, prepare, end_ids, decode) for c in of_source.candidates)
-                late = LateRejects(of_source.spool)
-                counts = _write_rows(folder / name / "rows.parquet", made, late, measures, advance)
-                tally = Tally(Counter())
-                for reject in itertools.chain(of_source.rejects(), late.read()):
-                    rejects.add({"source": name, **vars(tally.take(reject))})
-                demand_rows(name, counts["rows"], tally)
-                sources.append(_describe(of_source, counts, tally.reasons, folder))
+    total = sum(g.kept for g in corpus.gathered)
+    with TableWriter(folder / "rejects.parquet", REJECTS) as rejects, progress(total, "rows", "written") as advance:
+        for of_source in corpus.gathered:
+            name = of_source.source.name
+            made = (make_row(c, answers, of_source.source, prepare, end_ids, decode) for c in of_source.candidates)
+            late = LateRejects(of_source.spool)
+            counts = _write_rows(folder / name / "rows.parquet", made, late, measures, advance)
+            tally = Tally(Counter())
+            for reject in itertools.chain(of_source.rejects(), late.read()):
+                rejects.add({"source": name, **vars(tally.take(reject))})
+            demand_rows(name, counts["rows"], tally)
+            sources.append(_describe(of_source, counts, tally.reasons, folder))
     _write_apart(folder / "out_of_distribution.parquet", corpus)
     manifest = PreparedManifest(
         target=target,
@@ -66,7 +66,7 @@ def write_prepared(
         out_of_distribution_digest=file_digest(folder / "out_of_distribution.parquet"),
         rejects_digest=file_digest(folder / "rejects.parquet"),
     )
-    measures.done(manifest, prepare).write(folder / PREPARED_QUALITY.name)
+    measures.done(manifest, {s.name: s.weight for s in prepare.sources}).write(folder / PREPARED_QUALITY.name)
     manifest.write(folder / "prepared.json")
     return manifest
 
