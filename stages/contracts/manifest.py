@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from stages.contracts.files import Fact
 
@@ -39,9 +39,9 @@ class TargetIdentity(Fact):
 class PreparedSource(Fact):
     """One folder data/prepared/<name>/rows.parquet.
 
-    `rows_read + further_rows == rows + sum(rejects.values())`: nothing is dropped without a reason counted here.
-    further_rows: rows that a conversation gave beyond its first; shapes: what the rows of files were. Both are left out
-    of the JSON where they say nothing, as in manifests from before they were counted.
+    `rows_read == rows + sum(rejects.values()) - extra_rows`: nothing is dropped without a reason counted here. extra_rows
+    are those beyond the first of conversations whose history the template rewrites; shapes counts what the rows of files
+    were. Both are left out where there are none.
     """
 
     name: str
@@ -60,13 +60,8 @@ class PreparedSource(Fact):
     repetitive: int
     rejects: dict[str, int]
     rows_digest: str
-    further_rows: int = 0
-    shapes: dict[str, int] = Field(default_factory=dict)
-
-    @model_serializer(mode="wrap")
-    def _without_what_says_nothing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        told: dict[str, Any] = handler(self)
-        return {name: value for name, value in told.items() if name not in ("further_rows", "shapes") or value}
+    extra_rows: int = Field(default=0, exclude_if=lambda rows: rows == 0)
+    shapes: dict[str, int] = Field(default_factory=dict, exclude_if=lambda shapes: not shapes)
 
 
 class PreparedManifest(Fact):

@@ -202,13 +202,13 @@ class _Values:
             self._at += 1
         closed = False
         while mark := self._next():
+            if closed:
+                raise self._no_json("more text after the end of the array")
             if mark == "," and self.in_array:
                 self._at += 1
             elif mark == "]" and self.in_array:
                 self._at += 1
                 closed = True
-            elif closed:
-                raise self._no_json("more text after the end of the array")
             else:
                 value = self._decode()
                 yield value

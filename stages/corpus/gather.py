@@ -42,7 +42,7 @@ class Gathered:
     spool: Spool
     origin_digest: str = ""
     rows_read: int = 0
-    further_rows: int = 0
+    extra_rows: int = 0
     shapes: Counter[str] = field(default_factory=Counter)
     first: int = 0
     fates: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
@@ -106,7 +106,7 @@ class _Gathering:
                 gathered.spool.add(item)
                 continue
             taken = self._taken(item, source)
-            gathered.further_rows += len(taken) - 1
+            gathered.extra_rows += len(taken) - 1
             for one in taken:
                 self._keep(one, number, gathered.spool)
         gathered.origin_digest, gathered.rows_read = reading.origin_digest, reading.rows_read
@@ -264,9 +264,10 @@ def _given(item: Item, prepare: Prepare, renderer: Renderer) -> list[Candidate |
     rows = rendered if isinstance(rendered, tuple) else (rendered,)
     side = prompt_id(rows[0].ids[: rows[0].prompt_tokens])
     taken: list[Candidate | Reject] = []
-    for row in rows:
-        messages = item.messages[: getattr(row, "messages", len(item.messages))]
-        taken.append(_cut(item.item, row.ids, row.mask, messages, prepare, side))
+    for i, row in enumerate(rows):
+        until = getattr(row, "messages", len(item.messages))
+        name = f"{item.item}#{until}" if i else item.item
+        taken.append(_cut(name, row.ids, row.mask, item.messages[:until], prepare, side))
     return taken
 
 

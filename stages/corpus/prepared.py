@@ -108,8 +108,8 @@ def _write_rows(
 
 def _describe(of_source: Gathered, counts: Counter[str], reasons: Counter[str], folder: Path) -> PreparedSource:
     source = of_source.source
-    read = of_source.rows_read + of_source.further_rows
-    assert read == counts["rows"] + reasons.total(), f"{source.name}: rows do not add up"
+    kept = counts["rows"] + reasons.total() - of_source.extra_rows
+    assert of_source.rows_read == kept, f"{source.name}: rows do not add up"
     return PreparedSource(
         name=source.name,
         domain=source.domain,
@@ -127,7 +127,7 @@ def _describe(of_source: Gathered, counts: Counter[str], reasons: Counter[str], 
         repetitive=counts["repetitive"],
         rejects=dict(sorted(reasons.items())),
         rows_digest=file_digest(folder / source.name / "rows.parquet"),
-        further_rows=of_source.further_rows,
+        extra_rows=of_source.extra_rows,
         shapes=dict(sorted(of_source.shapes.items())),
     )
 

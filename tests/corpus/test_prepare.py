@@ -390,7 +390,7 @@ def test_a_manifest_without_files_has_the_bytes_it_had_before_shapes_were_counte
     from tests.gates.passing import prepared
 
     text = prepared().canonical().decode()
-    assert "shapes" not in text and "further_rows" not in text
+    assert "shapes" not in text and "extra_rows" not in text
     counted = prepared().sources[0].model_copy(update={"shapes": {"openai in JSON lines": 3}})
     assert counted.digest() != prepared().sources[0].digest()
     assert PreparedManifest.model_validate_json(prepared().canonical()) == prepared()
