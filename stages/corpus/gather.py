@@ -17,17 +17,18 @@ import numpy.typing as npt
 
 from stages.contracts.errors import DataError
 from stages.contracts.progress import progress
-from stages.corpus.conversations import check_turns, prompt_of
-from stages.corpus.grams import LEAK_WORDS, KeptApart, grams, word_hashes, words_of
-from stages.corpus.items import Item, Message, Reject, RowFault
+from stages.corpus.candidates import asked, asked_words, given_rows, ready_row
+from stages.corpus.conversations import check_turns
+from stages.corpus.grams import LEAK_WORDS, KeptApart, grams, word_hashes
+from stages.corpus.items import Item, Reject, RowFault
 from stages.corpus.near import NEAR_WORDS, Signatures
-from stages.corpus.quality import has_supervised_pair, prompt_words
+from stages.corpus.quality import prompt_words
 from stages.corpus.ready import ReadyRows
 from stages.corpus.rendering import Renderer
 from stages.corpus.shapes import Ready
-from stages.corpus.sift import REASONS, Fate, Sift, Table
+from stages.corpus.sift import ALIKE, REASONS, Fate, Sift, Table
 from stages.corpus.sources import Reading, general_knowledge, read_files
-from stages.corpus.split import prompt_id, row_id, split_of
+from stages.corpus.split import row_id
 from stages.corpus.spool import Candidate, Spool, Tally, candidates_of
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Gathered:
         for start, batch in self.spool.batches(("at", "item", "prompt_id")):
             at, item, prompt = (batch.column(n) for n in ("at", "item", "prompt_id"))
             for i in np.flatnonzero(self.fates[start : start + batch.num_rows] == fate):
-                detail = self.details.get(self.first + start + int(i), "the same tokens came before")
+                detail = ALIKE.get(fate) or self.details[self.first + start + int(i)]
                 yield at[i].as_py(), Reject(item[i].as_py(), REASONS[fate], detail, prompt[i].as_py())
 
 
@@ -107,8 +108,8 @@ class _Gathering:
                 continue
             taken = self._taken(item, source)
             gathered.extra_rows += len(taken) - 1
-            for one in taken:
-                self._keep(one, number, gathered.spool)
+            for i, one in enumerate(taken):
+                self._keep(one, number, gathered.spool, further=i > 0)
         gathered.origin_digest, gathered.rows_read = reading.origin_digest, reading.rows_read
         gathered.spool.close()
         return gathered
@@ -117,11 +118,14 @@ class _Gathering:
         """The rows of an item, one unless the template takes several for a conversation; or why there is none."""
         try:
             if isinstance(item, Ready):
-                rows = [_ready(item, source, self.prepare, self.ready)]
+                rows = [ready_row(item, source, self.prepare, self.ready)]
             else:
                 check_turns(item.messages, answered=source.answers == "given")
                 self.renderer.check_text(item.messages, item.tools)
-                rows = (_given if source.answers == "given" else _prompt)(item, self.prepare, self.renderer)
+                if source.answers == "given":
+                    rows = given_rows(item, self.prepare, self.renderer)
+                else:
+                    rows = [asked(item, self.prepare, self.renderer)]
         except RowFault as fault:
             return [Reject(item.item, fault.reason, fault.detail)]
         return [self._fit(row) for row in rows]
@@ -132,10 +136,12 @@ class _Gathering:
             if n > self.prepare.max_prompt_tokens:
                 return Reject(row.item, "prompt too long", f"{n} tokens", row.prompt_id)
             if row.prompt_id in self.apart_ids:
-                return Reject(row.item, REASONS[Fate.DUPLICATE], "the same tokens came before", row.prompt_id)
+                return Reject(row.item, REASONS[Fate.DUPLICATE], ALIKE[Fate.DUPLICATE], row.prompt_id)
         return row
 
-    def _keep(self, taken: Candidate | Reject, source: int, spool: Spool) -> None:
+    def _keep(self, taken: Candidate | Reject, source: int, spool: Spool, *, further: bool) -> None:
+        """Spool a row and note what the sifting needs. `further` rows of a conversation are near their first by nature, so
+        they are compared with none."""
         if isinstance(taken, Reject):
             spool.add(taken)
             return
@@ -145,7 +151,7 @@ class _Gathering:
         held = taken.split == "held_out"
         whole = taken.prompt_id if taken.given_ids is None else row_id(taken.given_ids.tolist(), taken.given_mask)
         self.table.add(taken.prompt_id, whole, source, held)
-        self.signatures.add(grams(hashes, NEAR_WORDS), int(taken.prompt_id[:8], 16))
+        self.signatures.add(grams(hashes[:0] if further else hashes, NEAR_WORDS), int(taken.prompt_id[:8], 16))
         self.names.write(bytes.fromhex(taken.prompt_id))
         if held and len(words):
             self.kept_apart.add(taken.prompt_id, words)
@@ -154,7 +160,7 @@ class _Gathering:
         """The out-of-distribution prompts, and the texts of benchmark prompts: no training prompt may hold them."""
         apart = []
         for item in general_knowledge()[: self.prepare.out_of_distribution]:
-            (candidate,) = _prompt(item, self.prepare, self.renderer)
+            candidate = asked(item, self.prepare, self.renderer)
             self.apart_ids.add(candidate.prompt_id)
             self._set_apart(candidate.prompt_id, prompt_words(candidate.turns))
             apart.append(candidate)
@@ -162,7 +168,7 @@ class _Gathering:
             found = 0
             for item in read_files(path):
                 if isinstance(item, Item):
-                    self._set_apart(f"benchmark prompt {item.item}", _asked(item, self.ready))
+                    self._set_apart(f"benchmark prompt {item.item}", asked_words(item, self.ready))
                     found += 1
             if not found:
                 raise DataError(
@@ -249,74 +255,3 @@ def demand_rows(source: str, rows: int, rejects: Tally) -> None:
         got=f"{rejects.reasons.total()} read: {reasons}{first}" if one else "nothing to read: the source is empty",
         do="mend the source, or take it out of prepare.sources",
     )
-
-
-def _prompt(item: Item, prepare: Prepare, renderer: Renderer) -> list[Candidate]:
-    messages = prompt_of(item.messages)
-    ids = renderer.prompt(messages, item.tools)
-    return [_make(item.item, prompt_id(ids), ids, messages, prepare)]
-
-
-def _given(item: Item, prepare: Prepare, renderer: Renderer) -> list[Candidate | Reject]:
-    """Rows with the answers they came with; beyond max_row_tokens a row is cut and counts as capped. A conversation's rows
-    keep to one side of the split, that of its first prompt."""
-    rendered = renderer.given(item.messages, item.tools)
-    rows = rendered if isinstance(rendered, tuple) else (rendered,)
-    side = prompt_id(rows[0].ids[: rows[0].prompt_tokens])
-    taken: list[Candidate | Reject] = []
-    for i, row in enumerate(rows):
-        until = getattr(row, "messages", len(item.messages))
-        name = f"{item.item}#{until}" if i else item.item
-        taken.append(_cut(name, row.ids, row.mask, item.messages[:until], prepare, side))
-    return taken
-
-
-def _ready(item: Ready, source: Source, prepare: Prepare, ready: ReadyRows) -> Candidate | Reject:
-    if source.answers == "regenerate":
-        ids = ready.prompt(item)
-        return _make(item.item, prompt_id(ids), ids, [{"role": "user", "content": ready.said(ids)}], prepare)
-    ids, mask = ready.whole(item)
-    start = mask.index(1) if 1 in mask else len(mask)
-    turns = [{"role": "user", "content": ready.said(ids[:start])}]
-    turns.append({"role": "assistant", "content": ready.said(ids[start:])})
-    return _cut(item.item, ids, mask, turns, prepare, prompt_id(ids[:start]))
-
-
-def _cut(
-    item: str, ids: Sequence[int], mask: Sequence[int], messages: Sequence[Message], prepare: Prepare, side: str
-) -> Candidate | Reject:
-    kept, learnt = ids[: prepare.max_row_tokens], mask[: prepare.max_row_tokens]
-    if not has_supervised_pair(learnt):
-        return Reject(item, "no supervised pair", f"{sum(learnt)} answer tokens within {prepare.max_row_tokens}")
-    start = learnt.index(1)
-    return _make(item, side, ids[:start], messages, prepare, kept, learnt, len(ids) > len(kept))
-
-
-def _make(
-    item: str,
-    side: str,
-    prompt_ids: Sequence[int],
-    messages: Sequence[Message],
-    prepare: Prepare,
-    ids: Sequence[int] | None = None,
-    mask: Sequence[int] = (),
-    cut: bool = False,
-) -> Candidate:
-    return Candidate(
-        item,
-        prompt_id(prompt_ids),
-        split_of(side, prepare.seed, prepare.held_out_share),
-        np.asarray(prompt_ids, np.int32),
-        Candidate.messages_of(messages),
-        None if ids is None else np.asarray(ids, np.int32),
-        bytes(mask),
-        cut,
-        messages,
-    )
-
-
-def _asked(item: Item, ready: ReadyRows) -> list[str]:
-    """The words of a prompt, from a row of any shape."""
-    if isinstance(item, Ready):
-        return words_of(item.text if item.text is not None else ready.said(ready.prompt(item)))
-    return prompt_words(item.messages)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -67,7 +68,7 @@ class KeptApart:
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("wb")
-        self._ends: list[int] = []
+        self._ends = array("q")
         self.names: list[str] = []
 
     def add(self, name: str, of_prompt: Grams) -> None:

@@ -16,8 +16,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stages.corpus.formats import no_number
 from stages.corpus.items import Item, Message, RowFault
+from stages.corpus.json_values import no_number
 
 Shape = Literal["openai", "sharegpt", "alpaca", "prompt_response", "text", "tokens"]
 

@@ -6,10 +6,9 @@ Decisions go by content, not by place: shuffled sources keep the same rows. What
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +28,10 @@ class Fate(IntEnum):
     WEIGHT = 4
 
 
+ALIKE = {  # details that are the same for all
+    Fate.DUPLICATE: "the same tokens came before",
+    Fate.WEIGHT: "drawn out, so that the sources keep the proportions of their weights",
+}
 REASONS = {
     Fate.DUPLICATE: "duplicate prompt",
     Fate.LEAK: "leaks a held-out prompt",
@@ -113,9 +116,10 @@ class Sift:
         wanted = self.fates == Fate.KEPT
         return signatures.near(rank, similarity, wanted)
 
-    def drop_near(self, near: Sequence[Near], names: Any) -> None:
+    def drop_near(self, near: Sequence[Near], name: Callable[[int], str]) -> None:
+        """Near duplicates fall; `name` gives the prompt id of a candidate."""
         for n in near:
-            self._drop(n.row, Fate.NEAR, f"{n.similarity:.2f} like {names(n.other)}")
+            self._drop(n.row, Fate.NEAR, f"{n.similarity:.2f} like {name(n.other)}")
 
     def drop_beyond_weights(self, weights: Sequence[float | None], seed: int) -> None:
         """Of each source no more rows than its weight allows beside the scarcest one, chosen by a hash of the prompt."""
@@ -124,11 +128,10 @@ class Sift:
         if not asked or len(asked) < len(weights):
             return
         scale = min(len(k) / w for k, w in zip(kept, asked, strict=True))
-        for numbers, weight in zip(kept, asked, strict=True):
+        for numbers, weight in zip(kept, asked, strict=True):  # as many as these may fall; no detail is kept for each
             room = round(scale * weight)
             order = np.argsort(_draws(self._prompts[numbers], seed), kind="stable")
-            for number in numbers[order[room:]]:
-                self._drop(int(number), Fate.WEIGHT, f"{room} of {len(numbers)} rows keep weight {weight:g}")
+            self.fates[numbers[order[room:]]] = Fate.WEIGHT
 
     def _drop(self, number: int, fate: Fate, detail: str) -> None:
         self.fates[number] = fate

@@ -276,11 +276,17 @@ def test_every_shape_gives_the_same_rows_and_accounts_for_all_it_read(line: dict
 def test_rows_that_stand_ready_without_a_mask_are_not_guessed_at(line: dict) -> None:
     ready = [{"text": rendered(*TALK[0])["text"]}, {"input_ids": tokens(*TALK[1])["input_ids"]}]
     ready += [tokens(*TALK[2]), {"input_ids": [1, 9999], "loss_mask": [0, 1]}, {"input_ids": []}]
+    ready += [{"input_ids": [5, 6], "loss_mask": [1, 1]}]
     Path("rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ready))
     files(line)
     prepare.main()
     (source,) = manifest().sources
-    assert source.rows == 1 and source.rejects == {"foreign token id": 1, "no loss mask": 2, "no tokens": 1}
+    assert source.rows == 1 and source.rejects == {
+        "foreign token id": 1,
+        "no loss mask": 2,
+        "no prompt": 1,
+        "no tokens": 1,
+    }
     files(line, answers="regenerate")
     prepare.main()
     (source,) = manifest().sources
