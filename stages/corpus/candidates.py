@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from stages.corpus.conversations import prompt_of
 from stages.corpus.grams import words_of
@@ -28,7 +29,7 @@ def asked(item: Item, prepare: Prepare, renderer: Renderer) -> Candidate:
         RowFault: the template refuses it.
     """
     messages = prompt_of(item.messages)
-    ids = renderer.prompt(messages, item.tools)
+    ids = np.asarray(renderer.prompt(messages, item.tools), np.int32)
     return _make(item.item, prompt_id(ids), ids, messages, prepare)
 
 
@@ -56,7 +57,13 @@ def ready_row(item: Ready, source: Source, prepare: Prepare, ready: ReadyRows) -
         ids = ready.prompt(item)
         if not ids:
             return Reject(item.item, "no prompt", "its first token is supervised")
-        return _make(item.item, prompt_id(ids), ids, [{"role": "user", "content": ready.said(ids)}], prepare)
+        return _make(
+            item.item,
+            prompt_id(ids),
+            np.asarray(ids, np.int32),
+            [{"role": "user", "content": ready.said(ids)}],
+            prepare,
+        )
     ids, mask = ready.whole(item)
     start = mask.index(1) if 1 in mask else len(mask)
     if not start:
@@ -69,32 +76,31 @@ def ready_row(item: Ready, source: Source, prepare: Prepare, ready: ReadyRows) -
 def _cut(
     item: str, ids: Sequence[int], mask: Sequence[int], messages: Sequence[Message], prepare: Prepare, side: str
 ) -> Candidate | Reject:
-    kept, learnt = ids[: prepare.max_row_tokens], mask[: prepare.max_row_tokens]
+    learnt = bytes(mask[: prepare.max_row_tokens])
     if not has_supervised_pair(learnt):
         return Reject(item, "no supervised pair", f"{sum(learnt)} answer tokens within {prepare.max_row_tokens}")
-    start = learnt.index(1)
-    return _make(item, side, ids[:start], messages, prepare, kept, learnt, len(ids) > len(kept))
+    kept = np.asarray(ids[: prepare.max_row_tokens], np.int32)
+    whole = (kept, learnt, len(ids) > len(kept))
+    return _make(item, side, kept[: learnt.index(1)], messages, prepare, whole)
 
 
 def _make(
     item: str,
     side: str,
-    prompt_ids: Sequence[int],
+    prompt_ids: npt.NDArray[np.int32],
     messages: Sequence[Message],
     prepare: Prepare,
-    ids: Sequence[int] | None = None,
-    mask: Sequence[int] = (),
-    cut: bool = False,
+    whole: tuple[npt.NDArray[np.int32] | None, bytes, bool] = (None, b"", False),
 ) -> Candidate:
+    """`side`: the prompt id that decides the split; `whole`: ids and mask of a row with its answers, and whether it was
+    cut."""
     return Candidate(
         item,
         prompt_id(prompt_ids),
         split_of(side, prepare.seed, prepare.held_out_share),
-        np.asarray(prompt_ids, np.int32),
+        prompt_ids,
         Candidate.messages_of(messages),
-        None if ids is None else np.asarray(ids, np.int32),
-        bytes(mask),
-        cut,
+        *whole,
         messages,
     )
 

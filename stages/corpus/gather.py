@@ -149,7 +149,7 @@ class _Gathering:
         words = grams(hashes, LEAK_WORDS)
         spool.add(taken, words)
         held = taken.split == "held_out"
-        whole = taken.prompt_id if taken.given_ids is None else row_id(taken.given_ids.tolist(), taken.given_mask)
+        whole = taken.prompt_id if taken.given_ids is None else row_id(taken.given_ids, taken.given_mask)
         self.table.add(taken.prompt_id, whole, source, held)
         self.signatures.add(grams(hashes[:0] if further else hashes, NEAR_WORDS), int(taken.prompt_id[:8], 16))
         self.names.write(bytes.fromhex(taken.prompt_id))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 from stages.corpus.grams import words_of
@@ -29,8 +28,9 @@ def repeats_itself(ids: Sequence[int], *, min_loop_tokens: int = 24, min_distinc
 
 
 def has_supervised_pair(mask: Sequence[int]) -> bool:
-    """Whether two neighbouring tokens are supervised: a draft learns from pairs (input token, next token) in an answer."""
-    return b"\1\1" in bytes(mask) if max(mask, default=0) <= 1 else any(a and b for a, b in itertools.pairwise(mask))
+    """Whether two neighbouring tokens of a mask of 0 and 1 are supervised: a draft learns from pairs (input token, next
+    token) in an answer."""
+    return b"\1\1" in bytes(mask)
 
 
 def prompt_words(messages: Iterable[Message]) -> list[str]:
