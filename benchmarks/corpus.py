@@ -43,7 +43,7 @@ def words(draw: random.Random) -> list[str]:
 
 
 def conversations(count: int) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Equal on every machine: questions of 20 to 80 words, answers of 60 to 200, words by Zipf's law."""
+    """Equal on every machine: questions of 20 to 80 words, answers of 80 to 240, words by Zipf's law."""
     draw = random.Random(7)
     vocabulary = words(draw)
     ranks = [int(len(vocabulary) ** draw.random()) for _ in range(1 << 16)]
@@ -55,9 +55,9 @@ def conversations(count: int) -> Iterator[dict[str, list[dict[str, str]]]]:
         return " ".join(chosen).capitalize() + "."
 
     for _ in range(count):
-        turns = [("user", text(20, 80)), ("assistant", text(60, 200))]
+        turns = [("user", text(20, 80)), ("assistant", text(80, 240))]
         for _ in range(draw.choice((0, 0, 0, 1, 2))):
-            turns += [("user", text(8, 40)), ("assistant", text(40, 160))]
+            turns += [("user", text(8, 40)), ("assistant", text(50, 190))]
         yield {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 

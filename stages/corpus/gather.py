@@ -19,7 +19,7 @@ from stages.contracts.errors import DataError
 from stages.contracts.progress import progress
 from stages.corpus.candidates import asked, asked_words, given_rows, ready_row
 from stages.corpus.conversations import check_turns
-from stages.corpus.grams import LEAK_WORDS, KeptApart, grams, word_hashes
+from stages.corpus.grams import LEAK_WORDS, Grams, KeptApart, grams, grams_of_rows, word_hashes
 from stages.corpus.items import Item, Reject, RowFault
 from stages.corpus.near import NEAR_WORDS, Signatures
 from stages.corpus.quality import prompt_words
@@ -33,6 +33,11 @@ from stages.corpus.spool import Candidate, Spool, Tally, candidates_of
 
 if TYPE_CHECKING:
     from stages.contracts.params import Prepare, Source
+
+
+_TOGETHER = 256  # rows whose n-grams are made at once
+# A row, and whether it is a further one of its conversation: near its first by nature, so compared with no other.
+_Taken = tuple[Candidate | Reject, bool]
 
 
 @dataclass
@@ -101,15 +106,16 @@ class _Gathering:
     def read(self, number: int, source: Source, advance: Any) -> Gathered:
         reading = Reading(source, self.prepare.seed, self.prepare.max_prompt_tokens)
         gathered = Gathered(source, Spool(self.folder / source.name), shapes=reading.shapes)
+        waiting: list[_Taken] = []
         for item in reading:
             advance(1, source.name)
-            if isinstance(item, Reject):
-                gathered.spool.add(item)
-                continue
-            taken = self._taken(item, source)
+            taken = [item] if isinstance(item, Reject) else self._taken(item, source)
             gathered.extra_rows += len(taken) - 1
-            for i, one in enumerate(taken):
-                self._keep(one, number, gathered.spool, further=i > 0)
+            waiting += [(one, i > 0) for i, one in enumerate(taken)]
+            if len(waiting) >= _TOGETHER:
+                self._keep(waiting, number, gathered.spool)
+                waiting = []
+        self._keep(waiting, number, gathered.spool)
         gathered.origin_digest, gathered.rows_read = reading.origin_digest, reading.rows_read
         gathered.spool.close()
         return gathered
@@ -139,22 +145,26 @@ class _Gathering:
                 return Reject(row.item, REASONS[Fate.DUPLICATE], ALIKE[Fate.DUPLICATE], row.prompt_id)
         return row
 
-    def _keep(self, taken: Candidate | Reject, source: int, spool: Spool, *, further: bool) -> None:
-        """Spool a row and note what the sifting needs. `further` rows of a conversation are near their first by nature, so
-        they are compared with none."""
-        if isinstance(taken, Reject):
-            spool.add(taken)
-            return
-        hashes = word_hashes(prompt_words(taken.turns))
-        words = grams(hashes, LEAK_WORDS)
-        spool.add(taken, words)
-        held = taken.split == "held_out"
-        whole = taken.prompt_id if taken.given_ids is None else row_id(taken.given_ids, taken.given_mask)
-        self.table.add(taken.prompt_id, whole, source, held)
-        self.signatures.add(grams(hashes[:0] if further else hashes, NEAR_WORDS), int(taken.prompt_id[:8], 16))
-        self.names.write(bytes.fromhex(taken.prompt_id))
+    def _keep(self, taken: Sequence[_Taken], source: int, spool: Spool) -> None:
+        """Spool what was taken and note what the sifting needs."""
+        hashes = [word_hashes(prompt_words(one.turns if isinstance(one, Candidate) else ())) for one, _ in taken]
+        leak = grams_of_rows(hashes, LEAK_WORDS)
+        near = grams_of_rows(
+            [h[:0] if further else h for h, (_, further) in zip(hashes, taken, strict=True)], NEAR_WORDS
+        )
+        for (one, _), words, close in zip(taken, leak, near, strict=True):
+            spool.add(one, words)
+            if isinstance(one, Candidate):
+                self._note(one, source, words, close)
+
+    def _note(self, one: Candidate, source: int, words: Grams, close: Grams) -> None:
+        held = one.split == "held_out"
+        whole = one.prompt_id if one.given_ids is None else row_id(one.given_ids, one.given_mask)
+        self.table.add(one.prompt_id, whole, source, held)
+        self.signatures.add(close, int(one.prompt_id[:8], 16))
+        self.names.write(bytes.fromhex(one.prompt_id))
         if held and len(words):
-            self.kept_apart.add(taken.prompt_id, words)
+            self.kept_apart.add(one.prompt_id, words)
 
     def set_apart(self) -> list[Candidate]:
         """The out-of-distribution prompts, and the texts of benchmark prompts: no training prompt may hold them."""
@@ -184,10 +194,6 @@ class _Gathering:
         if len(of_prompt):
             self.kept_apart.add(name, of_prompt)
 
-    def close(self) -> None:
-        self.kept_apart.close()
-        self.names.close()
-
     def name(self, number: int) -> str:
         """The prompt id of a candidate."""
         with (self.folder / "names").open("rb") as file:
@@ -209,7 +215,7 @@ def gather(prepare: Prepare, renderer: Renderer, ready: ReadyRows, folder: Path)
     apart = at_work.set_apart()
     with progress(sum(s.limit for s in prepare.sources), "prompts", "read") as advance:
         gathered = [at_work.read(i, source, advance) for i, source in enumerate(prepare.sources)]
-    at_work.close()
+    at_work.names.close()
     return _sifted(at_work, gathered, apart)
 
 

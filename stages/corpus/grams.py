@@ -42,7 +42,7 @@ def word_hashes(words: Sequence[str]) -> Grams:
     for word in words:
         if word not in _hashes:
             _hashes[word] = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
-    return np.fromiter((_hashes[w] for w in words), np.uint64, len(words))
+    return np.fromiter(map(_hashes.__getitem__, words), np.uint64, len(words))
 
 
 def grams(hashes: Grams, n: int) -> Grams:
@@ -54,6 +54,27 @@ def grams(hashes: Grams, n: int) -> Grams:
     for k in range(size):
         folded = folded * np.uint64(_FACTOR) + hashes[k : len(hashes) - size + 1 + k]
     return np.unique(_mixed(folded))
+
+
+def grams_of_rows(hashes: Sequence[Grams], n: int) -> list[Grams]:
+    """`grams` of many texts at once, equal to them and several times as fast."""
+    lengths = np.fromiter(map(len, hashes), np.int64, len(hashes))
+    if lengths.sum() < n:
+        return [grams(h, n) for h in hashes]
+    flat = np.concatenate(hashes)
+    folded = np.full(len(flat) - n + 1, n, np.uint64)
+    for k in range(n):
+        folded = folded * np.uint64(_FACTOR) + flat[k : len(folded) + k]
+    rows = np.repeat(np.arange(len(hashes)), lengths)
+    whole = rows[: len(folded)] == rows[n - 1 :]  # a gram that begins and ends in one text
+    values, of = _mixed(folded[whole]), rows[: len(folded)][whole]
+    order = np.lexsort((values, of))
+    values, of = values[order], of[order]
+    first = np.ones(len(values), bool)
+    first[1:] = (values[1:] != values[:-1]) | (of[1:] != of[:-1])
+    cuts = np.searchsorted(of[first], np.arange(1, len(hashes)))
+    parts = np.split(values[first], cuts)
+    return [part if length > n else grams(h, n) for part, length, h in zip(parts, lengths, hashes, strict=True)]
 
 
 def _mixed(x: Grams) -> Grams:
@@ -69,6 +90,7 @@ class KeptApart:
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("wb")
         self._ends = array("q")
+        self._flat: Grams | None = None
         self.names: list[str] = []
 
     def add(self, name: str, of_prompt: Grams) -> None:
@@ -77,20 +99,17 @@ class KeptApart:
         self._ends.append((self._ends[-1] if self._ends else 0) + len(of_prompt))
         self.names.append(name)
 
-    def close(self) -> None:
-        self._file.close()
-
     def of(self, owner: int) -> Grams:
         start = self._ends[owner - 1] if owner else 0
         return self.flat()[start : self._ends[owner]]
 
     def flat(self) -> Grams:
-        """All grams, owner after owner; read from the file as needed."""
-        if not self._ends or not self._ends[-1]:
-            return np.zeros(0, np.uint64)
-        if not self._file.closed:
-            self._file.flush()
-        return np.memmap(self._path, np.uint64, "r", shape=(self._ends[-1],))
+        """All grams, owner after owner; read from the file as needed, which takes no more of them from then on."""
+        if self._flat is None:
+            self._file.close()
+            some = bool(self._ends and self._ends[-1])
+            self._flat = np.memmap(self._path, np.uint64, "r") if some else np.zeros(0, np.uint64)
+        return self._flat
 
     def __len__(self) -> int:
         return len(self._ends)

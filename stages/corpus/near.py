@@ -33,10 +33,6 @@ class Near:
     similarity: float
 
 
-def _same(value: int) -> int:
-    return value
-
-
 class Signatures:
     """MinHash signatures of prompts, in the order in which they are added, u32 [prompts, 64] in a file."""
 
@@ -47,7 +43,7 @@ class Signatures:
     def add(self, of_prompt: Grams, otherwise: int) -> None:
         """Take in a prompt by its grams; one without words by the number `otherwise`, so that it is like no other."""
         values = (of_prompt & np.uint64(0xFFFFFFFF)).tolist() or [otherwise & 0xFFFFFFFF]
-        sketch = MinHash(_PERMUTATIONS, hashfunc=_same, permutations=self._permutations, scheme=_SCHEME)
+        sketch = MinHash(_PERMUTATIONS, hashfunc=int, permutations=self._permutations, scheme=_SCHEME)
         sketch.update_batch(values)
         self._file.write(np.asarray(sketch.hashvalues, np.uint32).tobytes())
         self._count += 1

@@ -115,9 +115,10 @@ def test_objects_of_a_bucket_are_read_as_files_are(bucket: Any) -> None:
 
 @pytest.mark.slow
 def test_an_object_replaced_while_it_is_read_stops_the_run(bucket: Any) -> None:
-    bucket.put_object(Bucket="rows", Key="moving/1.jsonl", Body=b'{"prompt": "old"}\n' * 1_000_000)
+    lines = (json.dumps({"prompt": "x" * 4000}) + "\n").encode() * 5000  # 20 MB, several ranges
+    bucket.put_object(Bucket="rows", Key="moving/1.jsonl", Body=lines)
     items = read_files("s3://rows/moving/1.jsonl")
     next(items)
-    bucket.put_object(Bucket="rows", Key="moving/1.jsonl", Body=b'{"prompt": "new"}\n' * 1_000_000)
+    bucket.put_object(Bucket="rows", Key="moving/1.jsonl", Body=lines.replace(b"x", b"y"))
     with pytest.raises(DataError, match=r"object of a source cannot be read[\s\S]*replaced meanwhile"):
         list(items)

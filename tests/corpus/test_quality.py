@@ -8,7 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.corpus.grams import LEAK_WORDS, Grams, KeptApart, LeakIndex, grams, joined, word_hashes, words_of
+from stages.corpus.grams import (
+    LEAK_WORDS,
+    Grams,
+    KeptApart,
+    LeakIndex,
+    grams,
+    grams_of_rows,
+    joined,
+    word_hashes,
+    words_of,
+)
 from stages.corpus.near import NEAR_WORDS, Signatures
 from stages.corpus.quality import has_supervised_pair, prompt_words, repeats_itself
 from stages.corpus.split import prompt_id, row_id, split_of
@@ -94,6 +104,16 @@ def test_the_index_finds_what_counting_every_pair_finds(tmp_path: Path) -> None:
         best = max(len(s & own) / len(s) for s in sets)
         assert found.get(row, ("", 0.0))[1] == (best if best >= 0.8 else 0.0)
     assert 5 < len(found) < 40
+
+
+def test_grams_of_many_texts_are_those_of_each() -> None:
+    draw = random.Random(5)
+    texts = [" ".join(draw.choices("abcdef", k=draw.choice([0, 1, 4, 8, 9, 40]))) for _ in range(60)]
+    for n in (LEAK_WORDS, NEAR_WORDS):
+        together = grams_of_rows([word_hashes(words_of(t)) for t in texts], n)
+        assert [g.tolist() for g in together] == [of(t, n).tolist() for t in texts]
+    assert [len(g) for g in grams_of_rows([word_hashes([]), word_hashes(["a"])], 8)] == [0, 1]
+    assert grams_of_rows([], 8) == []
 
 
 def test_text_without_spaces_is_compared_by_character() -> None:
