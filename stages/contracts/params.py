@@ -166,6 +166,7 @@ class ExtractionGate(Section):
 
 class TrainingGate(Section):
     probe_rows: Positive
+    target_load: Literal["auto", "whole", "layer_by_layer"]
     max_state_distance: Annotated[Number, Field(gt=0)]
     min_margin: Annotated[Number, Field(gt=1)]
     min_train_coverage: Share
