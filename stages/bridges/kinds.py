@@ -1,0 +1,230 @@
+"""Which tool wrote a hidden-state store, told from names, config files and one sample's keys; and what files it has.
+
+Nothing here opens more than one sample, and of that only the names in it: no tensor is touched and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from stages.bridges import formats
+from stages.bridges._names import SampleNames, names_in, read_json
+from stages.contracts.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LastState = Literal["before_final_norm", "after_final_norm", "unknown"]
+_DEPTH = 2  # folders below the root that are looked into: rows_{a}-{b}, or source/rows_{a}-{b}
+_DIGITS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """A tool's format.
+
+    Attributes:
+        tool: speculators, specforge, angelslim, model_optimizer, nemo_automodel or draftline.
+        era: "0.3-0.4", ">=0.5" or "any".
+        dialect: key of capture.dialects.DIALECTS in which this store's layer ids are written; None: they are not written.
+        last_state: where the last state stands.
+        pattern: of its files, in words for a person.
+        numbering: the tool's own dialect, whether ids are written or not; None where the tool has none of its own.
+    """
+
+    tool: str
+    era: str
+    dialect: str | None
+    last_state: LastState
+    pattern: str
+    numbering: str | None = None
+
+
+@dataclass(frozen=True)
+class StoreFile:
+    """One file that holds samples. folder: relative to the root, "" for flat; index: the tool's number or conversation id."""
+
+    folder: str
+    name: str
+    index: int | str | None
+    bytes: int
+
+    @property
+    def path(self) -> str:
+        """Relative to the store's root."""
+        return f"{self.folder}/{self.name}" if self.folder else self.name
+
+
+@dataclass(frozen=True, eq=False)
+class ForeignRow:
+    """One sample, unpadded. input_ids i64 [L]; loss_mask u8 [L] or None; aux: states [L, H], ascending points, dtype as
+    stored; last: [L, H] or None; file: relative to the store's root."""
+
+    index: int | str
+    file: str
+    input_ids: Tensor
+    loss_mask: Tensor | None
+    aux: tuple[Tensor, ...]
+    last: Tensor | None
+
+
+@dataclass(frozen=True)
+class Look:
+    """What recognition may know of a store: its folders, its config, and the names in one sample.
+
+    Attributes:
+        sample: a file that some format's names fit, not empty if there is such a one.
+        config: of data_config.json beside the sample or in any of the folders; None if none can be read.
+    """
+
+    root: Path
+    sample: Path | None
+    config: dict[str, Any] | None = field(hash=False)
+
+    @cached_property
+    def names(self) -> SampleNames:
+        """Keys and globals of the sample; empty when it cannot be read."""
+        return names_in(self.sample) if self.sample else SampleNames()
+
+    @property
+    def nested(self) -> bool:
+        """Whether the sample stands in a folder below the root."""
+        return self.sample is not None and self.sample.parent != self.root
+
+    @property
+    def suffix(self) -> str:
+        return self.sample.suffix if self.sample else ""
+
+    def fits(self, pattern: re.Pattern[str]) -> bool:
+        """Whether there is a sample whose name `pattern` fits."""
+        return self.sample is not None and pattern.fullmatch(self.sample.name) is not None
+
+
+class Format(Protocol):
+    """A module of stages/bridges/formats.
+
+    SAMPLE fits the name of a file of samples, its group `index` the tool's number or conversation id; SIDE_FILES are
+    names of files that belong to the store and hold no sample.
+    """
+
+    SAMPLE: re.Pattern[str]
+    SIDE_FILES: frozenset[str]
+
+    def recognise(self, look: Look) -> StoreKind | None: ...
+
+
+@cache
+def all_formats() -> dict[str, Format]:
+    """Every module of stages/bridges/formats by name; those with more to go by come first in `recognise`."""
+    modules = (m.name for m in pkgutil.iter_modules(formats.__path__) if not m.name.startswith("_"))
+    return {name: importlib.import_module(f"{formats.__name__}.{name}") for name in modules}  # type: ignore[misc]
+
+
+def format_of(kind: StoreKind) -> Format:
+    """The module that reads `kind`."""
+    legacy = kind.tool == "speculators" and kind.era == "0.3-0.4"
+    return all_formats()["speculators_legacy" if legacy else kind.tool]
+
+
+def folders_below(root: Path) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """Folders that may hold samples, numbers in their names read as numbers: ("", entries) first. Entries are files."""
+    waiting: list[tuple[str, Path]] = [("", root)]
+    while waiting:
+        name, path = waiting.pop()
+        files, below = [], []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    below.append(entry.name)
+                else:
+                    files.append(entry)
+        yield name, files
+        if name.count("/") + bool(name) < _DEPTH:
+            below = sorted((b for b in below if not b.startswith(".")), key=natural, reverse=True)
+            waiting += [(f"{name}/{b}" if name else b, path / b) for b in below]
+
+
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """A sorting key under which rows_2000-4000 comes before rows_10000-12000."""
+    return tuple((0, int(p), "") if p.isdigit() else (1, 0, p) for p in _DIGITS.split(name) if p)
+
+
+def recognise(root: Path) -> StoreKind | None:
+    """The kind of store below `root`, or None.
+
+    Raises:
+        DataError: no such folder.
+    """
+    look = _look(_folder(root))
+    found = (module.recognise(look) for module in all_formats().values())
+    return next((kind for kind in found if kind is not None), None)
+
+
+def _folder(root: Path) -> Path:
+    if not root.is_dir():
+        raise DataError(
+            "There is no store here",
+            where=str(root),
+            expected="a folder that a tool put hidden states in",
+            got="a file" if root.exists() else "no such path",
+            do="name the folder that holds rows_{a}-{b}, data_{i}.pt or the like",
+        )
+    return root
+
+
+def _look(root: Path) -> Look:
+    patterns = [module.SAMPLE for module in all_formats().values()]
+    beside = frozenset[str]().union(*(module.SIDE_FILES for module in all_formats().values()))
+    config, sample, empty = None, None, None
+    for name, files in folders_below(root):
+        if config is None:
+            config = read_json(root / name / "data_config.json")
+        if sample is None:
+            fitting = (f for f in files if f.name not in beside and any(p.fullmatch(f.name) for p in patterns))
+            for file in fitting:
+                if file.stat().st_size:
+                    sample = Path(file.path)
+                    break
+                empty = Path(file.path)
+        if sample and config:
+            break
+    return Look(root, sample or empty, config)
+
+
+def list_files(root: Path, kind: StoreKind) -> tuple[list[StoreFile], list[Path]]:
+    """Files of samples, folders and indices in numeric order, and files that are neither samples nor belong to the store.
+
+    Raises:
+        DataError: no such folder.
+    """
+    module = format_of(kind)
+    found, strange = [], []
+    for folder, files in folders_below(_folder(root)):
+        inside: list[StoreFile] = []
+        for file in files:
+            match = module.SAMPLE.fullmatch(file.name)
+            if match and file.name not in module.SIDE_FILES:
+                index = match["index"]
+                number = int(index) if index.isascii() and index.isdigit() else index
+                inside.append(StoreFile(folder, file.name, number, _bytes(file)))
+            elif file.name not in module.SIDE_FILES:
+                strange.append(Path(file.path))
+        inside.sort(key=lambda f: (natural(str(f.index)), f.name))
+        found += inside
+    return found, sorted(strange)
+
+
+def _bytes(file: os.DirEntry[str]) -> int:
+    """Size; 0 for a link that leads nowhere."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
