@@ -10,7 +10,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -66,7 +66,8 @@ class StoreFile:
 @dataclass(frozen=True, eq=False)
 class ForeignRow:
     """One sample, unpadded. input_ids i64 [L]; loss_mask u8 [L] or None; aux: states [L, H], ascending points, dtype as
-    stored; last: [L, H] or None; file: relative to the store's root."""
+    stored; last: [L, H] or None; file: relative to the store's root; padding: tokens left out at its end, which `whole`
+    still has; last_state: where the row itself says so. Tensors are views of the mapped file: do not write to them."""
 
     index: int | str
     file: str
@@ -74,6 +75,25 @@ class ForeignRow:
     loss_mask: Tensor | None
     aux: tuple[Tensor, ...]
     last: Tensor | None
+    padding: int = 0
+    last_state: LastState | None = None
+    whole: ForeignRow | None = field(default=None, repr=False)
+
+    def first(self, tokens: int) -> ForeignRow:
+        """The row with that many tokens: fewer, or more when some of what was taken for padding is none after all."""
+        source = self if self.whole is None else self.whole
+        assert 0 < tokens <= len(source.input_ids)
+        if tokens == len(self.input_ids):
+            return self
+        return replace(
+            source,
+            input_ids=source.input_ids[:tokens],
+            loss_mask=None if source.loss_mask is None else source.loss_mask[:tokens],
+            aux=tuple(a[:tokens] for a in source.aux),
+            last=None if source.last is None else source.last[:tokens],
+            padding=len(source.input_ids) - tokens,
+            whole=source,
+        )
 
 
 @dataclass(frozen=True)
@@ -112,13 +132,26 @@ class Format(Protocol):
     """A module of stages/bridges/formats.
 
     SAMPLE fits the name of a file of samples, its group `index` the tool's number or conversation id; SIDE_FILES are
-    names of files that belong to the store and hold no sample.
+    names of files that belong to the store and hold no sample; CONFIG is the file that describes a run, "" for none.
     """
 
     SAMPLE: re.Pattern[str]
+    CONFIG: str
     SIDE_FILES: frozenset[str]
 
     def recognise(self, look: Look) -> StoreKind | None: ...
+
+    def read(self, sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[ForeignRow]:
+        """Rows of the opened file at `path`.
+
+        Raises:
+            DataError: it is not a whole sample of this format.
+        """
+        ...
+
+    def layer_ids(self, config: dict[str, Any]) -> list[int] | None:
+        """Layer ids as `config` (CONFIG_NAME, in a folder of samples) writes them; None where it does not."""
+        ...
 
 
 @cache
