@@ -146,14 +146,18 @@ def archive(path: Path, named: Path) -> dict[str, Any]:
 
 def _demand_data_only(imports: frozenset[str], named: Path) -> None:
     strange = sorted(i for i in imports if i not in _PLAIN and not _is_storage(i))
-    if strange:
-        raise damaged(
-            named,
-            "A pickle in the store would run code, and was not opened",
-            expected="tensors, lists, numbers and texts",
-            got="it asks for " + ", ".join(s.replace(" ", ".") for s in strange[:5]),
-            do="find out where this file comes from before anything opens it; then remove it",
-        )
+    if not strange:
+        return
+    code = any(not s.startswith("torch") for s in strange)
+    raise damaged(
+        named,
+        "A pickle in the store would run code, and was not opened"
+        if code
+        else "A file of the store holds something else than plain tensors, and was not opened",
+        expected="tensors, lists, numbers and texts",
+        got="it asks for " + ", ".join(s.replace(" ", ".") for s in strange[:5]),
+        do="find out where this file comes from before anything opens it; then remove it" if code else _AGAIN,
+    )
 
 
 def _is_storage(name: str) -> bool:
