@@ -53,7 +53,7 @@ from stages.gates import deployment, extraction, training
 from stages.gates._joined import Stored, always_there, blank_folder, chain, coverage, join_rows
 from stages.gates._judge import Table, judge, summary
 from stages.reporting.page import write_page
-from stages.targets import identify_target, load_target, locate_target
+from stages.targets import expect_rows, identify_target, locate_target, open_target
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -196,7 +196,8 @@ def gather_training(params: Params) -> Gathered:
     vocabulary = load_file(MERGED / "vocabulary.safetensors")
     target_ids = np.arange(len(vocabulary["d2t"])) + vocabulary["d2t"]
     marked = frozenset(np.flatnonzero(vocabulary["t2d"]).tolist())
-    target = load_target(folder, params.target.device, params.target.dtype).pack()
+    target, held = open_target(folder, params.target.device, params.target.dtype, params.gates.training.target_load)
+    print(f"gate-training: {held}", file=sys.stderr, flush=True)
     greedy = prepared.temperature == 0
     chosen = choose_rows(store, merged.folders, stored, params)
     slots, last = probe(target, chosen, params, greedy)
@@ -309,6 +310,8 @@ def probe(
     slots: list[dict[str, Any]] = []
     norms: list[tuple[str, NormProbe]] = []
     with progress(sum(map(len, rows.values())), "gate-training: target run again", "rows") as advance:
+        ids = [row.input_ids[:PROBE_TOKENS] for members in rows.values() for row in members]
+        expect_rows(target, ids, lambda layers: advance(0, f"layer {layers} of {target.config.layers}"))
         for folder, members in rows.items():
             probes = probe_rows(target, members, params.capture.points, PROBE_TOKENS)
             slots += [{**vars(s), "folder": folder, "slot": f"{folder} slot {s.slot}"} for s in probes]
