@@ -22,6 +22,17 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }
+VISION = {
+    "model_type": "kimi_k25_vision",
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "patch_size": 2,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+    "pos_emb_time": 2,
+}
 FAMILIES = ("deepseek_v3", "kimi_k2", "kimi_k25")
 
 
@@ -124,12 +135,14 @@ def make_target(folder: Path, family: str = "deepseek_v3", seed: int = 0, **chan
         config |= {"model_type": "kimi_k2"}
     if family == "kimi_k25":
         tensors = {f"language_model.{name}": t for name, t in tensors.items()}
-        tensors["vision_tower.patch_embed.proj.weight"] = torch.ones(2, 2)
+        tensors["vision_tower.not_read"] = torch.ones(2, 2)
         config = {
             "architectures": ["KimiK25ForConditionalGeneration"],
             "model_type": "kimi_k25",
             "text_config": config | {"model_type": "kimi_k2"},
-            "vision_config": {"model_type": "kimi_k25_vision"},
+            "vision_config": VISION,
+            "projection_hidden_size": 32,
+            "tie_word_embeddings": False,
         }
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -20,7 +20,7 @@ from stages.contracts.report import Check, GateName, GateReport, report_path
 from stages.corpus.gather import Corpus
 from stages.corpus.measure import Measures
 from stages.corpus.rows import Row
-from stages.targets import identify_target, load_target
+from stages.targets import identify_target, load_target, read_target_config
 from stages.targets._decoder import Decoder
 from tests import tiny
 
@@ -232,7 +232,7 @@ def write_gate_report(root: Path, gate: GateName, subject_digest: str, success: 
 def write_params(root: Path, target_folder: Path, changes: dict[str, dict[str, Any]] | None = None) -> Path:
     """params.yaml below `root`: the shipped one, cut down to the tiny target. `changes` is {section: {key: value}}."""
     params = yaml.safe_load((ROOT / "params.yaml").read_text())
-    vocabulary = json.loads((target_folder / "config.json").read_text())["vocab_size"]
+    vocabulary = read_target_config(target_folder)["vocab_size"]
     params["target"] |= {
         "name": "tiny",
         "origin": str(target_folder),

@@ -1,7 +1,9 @@
 """Targets: one file a family, named after config.json's model_type, loaded by that name.
 
 `load_target` gives a Decoder (stages/targets/_decoder.py), the same for every family; a family file only says how its
-checkpoint's names and config map onto it. Files that start with an underscore are shared parts, not families.
+checkpoint's names and config map onto it. Files that start with an underscore are shared parts, not families. A target is
+held whole or left in its files (`stored`): then each layer is read when it is run, so that one far larger than memory can
+prove what was captured from it.
 """
 
 from __future__ import annotations

@@ -224,6 +224,20 @@ def test_what_is_not_computed_is_refused_by_its_key(tmp_path: Path, changes: dic
     assert error.value.where == where and "extract with engine sglang" in error.value.do
 
 
+def test_kimis_text_model_is_the_one_within_transformers_own_larger_model(tmp_path: Path) -> None:
+    from transformers import Kimi_K25ForConditionalGeneration
+
+    folder = latent.make_target(tmp_path / "t", "kimi_k25", rope_scaling=latent.YARN)
+    model = Kimi_K25ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs: Any = model(input_ids=torch.tensor([IDS]), output_hidden_states=True)
+    target = load_target(folder)
+    ours = target.packed(torch.tensor(IDS), [len(IDS)], range(tiny.LAYERS))
+    for point in range(tiny.LAYERS):
+        close(ours.states[point], theirs.hidden_states[point][0])
+    close(target.logits(ours.last), theirs.logits[0])
+
+
 def test_a_figure_that_the_config_lacks_is_named(tmp_path: Path) -> None:
     folder = latent.make_target(tmp_path / "t")
     config = json.loads((folder / "config.json").read_text())
