@@ -9,6 +9,7 @@ work. Conversations are CONVERSATIONS; set it lower for a first look.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -46,12 +47,10 @@ def conversations(count: int) -> Iterator[dict[str, list[dict[str, str]]]]:
     """Equal on every machine: questions of 20 to 80 words, answers of 80 to 240, words by Zipf's law."""
     draw = random.Random(7)
     vocabulary = words(draw)
-    ranks = [int(len(vocabulary) ** draw.random()) for _ in range(1 << 16)]
+    weights = list(itertools.accumulate(1 / (rank + 10) for rank in range(len(vocabulary))))
 
     def text(least: int, most: int) -> str:
-        start, length = draw.randrange(len(ranks)), draw.randint(least, most)
-        step = draw.randrange(1, 97, 2)
-        chosen = (vocabulary[ranks[(start + i * step) % len(ranks)] - 1] for i in range(length))
+        chosen = draw.choices(vocabulary, cum_weights=weights, k=draw.randint(least, most))
         return " ".join(chosen).capitalize() + "."
 
     for _ in range(count):
