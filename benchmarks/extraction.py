@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from stages.capture.finishing import finish_folders, link_folders
 from stages.capture.rows import FolderPlan, Row, plan_folders, row_id
 from stages.capture.spill import batches, capture_rows
 from stages.capture.store import ROWS, write_folder
 from stages.capture.work import WorkCache
 from stages.contracts.manifest import CaptureSpec
 from stages.contracts.params import load_params
-from stages.extract import finish_folders, link_folders
 from stages.targets import load_target, locate_target
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ def grow(target: Decoder, spec: CaptureSpec, rows: Sequence[Row], per_batch: int
         cache = WorkCache(spec, root / "states")
         cache.heal(plans)
         tokens.append(sum(len(row) for plan in plans for row in cache.missing(plan)))
-        finish_folders(target, plans, cache, per_batch, tokens[-1])
+        finish_folders(
+            lambda rows: capture_rows(target, rows, spec.points, per_batch), plans, cache, per_batch, tokens[-1]
+        )
         link_folders(plans, cache, root / "out")
         took.append(time.perf_counter() - started)
     return took[1] / took[0], tokens[1] / tokens[0]

@@ -1,25 +1,31 @@
-"""extract: the target's residual stream at three points and the last state, for every prepared row."""
+"""extract: the target's residual stream at three points and the last state, for every prepared row.
+
+The target runs over the rows, or states of another tool are adopted (capture.adopt): then only rows it lacks run.
+"""
 
 from __future__ import annotations
 
-import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
+from functools import cache as cache_once
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from stages.bridges.identity import bridge_digest, fingerprint
+from stages.bridges.stores import open_store
+from stages.capture.adopted import Adoption
+from stages.capture.claims import adopted_spec, demand_claim
 from stages.capture.code import code_digest
+from stages.capture.finishing import finish_folders, link_folders
 from stages.capture.forecast import Forecast, device_name, forecast, remember_rate, remembered_rate, sample_rate
-from stages.capture.quarantine import keep_unreadable
 from stages.capture.rows import FolderPlan, Row, plan_folders, read_rows
 from stages.capture.spill import capture_rows
 from stages.capture.verify import describe_store
 from stages.capture.work import WorkCache
-from stages.capture.writing import write_folder
+from stages.contracts.adoption import ADOPTION
 from stages.contracts.damage import Damage
 from stages.contracts.errors import ParamsError, Refusal, run
 from stages.contracts.manifest import (
@@ -28,7 +34,6 @@ from stages.contracts.manifest import (
     PREPARED_MANIFEST,
     WORK,
     CaptureSpec,
-    FolderConfig,
     PreparedManifest,
     StoredForm,
     TargetIdentity,
@@ -84,6 +89,40 @@ def capture_spec(params: Params, target: TargetIdentity) -> CaptureSpec:
     )
 
 
+def demand_apart(store: Path) -> None:
+    """Raises ParamsError when the store and data/hidden_states hold each other: what is strange there is removed."""
+    here, there = HIDDEN_STATES.resolve(), store.resolve()
+    if here.is_relative_to(there) or there.is_relative_to(here):
+        raise ParamsError(
+            "The store to adopt stands where extract writes",
+            where="params.yaml: capture.adopt",
+            expected=f"a folder beside {HIDDEN_STATES}, whose content is replaced by what is extracted",
+            got=str(store),
+            do=f"move the store, for example to data/theirs, and name it there; until then nothing in {HIDDEN_STATES} is touched",
+        )
+
+
+def open_adoption(params: Params, spec: CaptureSpec, model_type: str, plans: Sequence[FolderPlan]) -> Adoption | None:
+    """The store that capture.adopt names, matched with the prepared rows; None where none is named.
+
+    Raises:
+        LineError: no store, other points or norm than are needed, nothing that says which, or rows that it lacks.
+    """
+    capture = params.capture
+    if capture.adopt is None:
+        return None
+    demand_apart(Path(capture.adopt))
+    store = open_store(Path(capture.adopt))
+    claim = demand_claim(store, spec, model_type, capture.adopt_layer_ids, capture.adopt_last_state)
+    mark, extract_lacking = fingerprint(store), capture.adopt_lacking == "extract"
+    adopted = adopted_spec(spec, store.kind, mark, bridge_digest(), extract_lacking=extract_lacking)
+    adoption = Adoption(store, [row for plan in plans for row in plan.rows], claim, adopted, mark)
+    tell(adoption.words())
+    if not extract_lacking:
+        adoption.demand_all()
+    return adoption
+
+
 def look_ahead(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> Forecast:
     """Check the finished folders, tell what was found damaged and what is going to happen.
 
@@ -122,69 +161,6 @@ def tell_hours(target: Decoder, told: Forecast, cache: WorkCache, params: Params
         tell(told.hours(rate, source))
 
 
-def compute(
-    target: Decoder, plan: FolderPlan, cache: WorkCache, groups: Sequence[Sequence[Row]], tokens_per_batch: int
-) -> Iterator[Tensor]:
-    """States of the rows of `plan` that the cache lacks. Each group is a batch of its own, whatever stands beside it."""
-    missing = cache.missing(plan)
-    if len(missing) == len(plan.rows):
-        yield from capture_rows(target, missing, cache.capture.points, tokens_per_batch)
-        return
-    lacking = {row.row_id for row in missing}
-    for group in groups:
-        if rows := [row for row in group if row.row_id in lacking]:
-            yield from capture_rows(target, rows, cache.capture.points, tokens_per_batch)
-
-
-def finish_folders(
-    target: Decoder | None, plans: Sequence[FolderPlan], cache: WorkCache, tokens_per_batch: int, tokens: int
-) -> float:
-    """Make what the work cache lacks, folder by folder; each is whole when it appears there.
-
-    Args:
-        target: None when every row stands somewhere in the cache, and folders are only put together anew.
-        tokens: how many go through the target, for the bar.
-
-    Returns:
-        seconds it took.
-    """
-    started, done = time.monotonic(), 0
-    with progress(max(tokens, 1), "extract", "tokens") as advance:
-
-        def counted(states: Iterator[Tensor]) -> Iterator[Tensor]:
-            nonlocal done
-            for state in states:
-                done += len(state)
-                advance(len(state), f"{done / (time.monotonic() - started):.0f} tokens/s")
-                yield state
-
-        for plan in plans:
-            if not cache.has(plan.row_ids):
-                groups = cache.cut(plan, tokens_per_batch)
-                computed: Iterator[Tensor] = iter(())
-                if target is not None:
-                    computed = compute(target, plan, cache, groups, tokens_per_batch)
-                states = cache.states(plan, counted(computed))
-                config = write_folder(cache.path(plan.row_ids), plan, cache.capture, states, groups)
-                if not cache.note(config):
-                    tell(
-                        f"{plan.name}: rows that were computed again differ in bits from those that were lost (another batch, "
-                        "library or machine): the store has another digest, and what was made of it is made again"
-                    )
-    return time.monotonic() - started
-
-
-def link_folders(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> list[FolderConfig]:
-    """Put every planned folder below `output` and remove what else is there; the manifest is not written yet."""
-    cache.damages += keep_unreadable(output / CAPTURE_MANIFEST.name, cache.quarantine)
-    (output / CAPTURE_MANIFEST.name).unlink(missing_ok=True)
-    names = {plan.name for plan in plans}
-    for strange in output.iterdir():
-        if strange.name not in names:
-            shutil.rmtree(strange) if strange.is_dir() else strange.unlink()
-    return [cache.link(plan, output) for plan in plans]
-
-
 def main() -> None:
     params = load_params()
     torch.set_num_threads(params.target.threads)
@@ -193,17 +169,31 @@ def main() -> None:
     folder = locate_target(params.target.origin)
     demand_target(identify_target(folder, params.target.name), prepared.target, params)
     plans = list(plan_folders(read_rows(prepared), params.capture.rows_per_folder))
-    cache = WorkCache(capture_spec(params, prepared.target), WORK)
+    spec = capture_spec(params, prepared.target)
+    adoption = open_adoption(params, spec, prepared.target.model_type, plans)
+    cache = WorkCache(adoption.spec if adoption else spec, WORK)
     told = look_ahead(plans, cache, HIDDEN_STATES)
-    target = load_target(folder, params.target.device, params.target.dtype).pack() if told.todo else None
-    if target:
-        tell_hours(target, told, cache, params)
-    took = finish_folders(target, plans, cache, params.capture.tokens_per_batch, told.todo_tokens)
-    if took > _WORTH_REMEMBERING_S and target:
+
+    @cache_once
+    def target() -> Decoder:
+        return load_target(folder, params.target.device, params.target.dtype).pack()
+
+    def through_target(rows: list[Row]) -> Iterator[Tensor]:
+        return capture_rows(target(), rows, spec.points, params.capture.tokens_per_batch) if rows else iter(())
+
+    def states_of(rows: list[Row]) -> Iterator[Tensor]:
+        return adoption.states(rows, through_target) if adoption else through_target(rows)
+
+    if told.todo and not adoption:
+        tell_hours(target(), told, cache, params)
+    took = finish_folders(states_of, plans, cache, params.capture.tokens_per_batch, told.todo_tokens)
+    if took > _WORTH_REMEMBERING_S and told.todo and not adoption:
         remember_rate(cache.root, device_name(params.target.device), told.todo_tokens / took)
     known = len(cache.damages)
     folders = link_folders(plans, cache, HIDDEN_STATES)
     tell_damage(cache.damages[known:], cache.quarantine)
+    if adoption:
+        adoption.record.write(ADOPTION)
     cache.drop_superseded(plans)
     describe_store(prepared.digest(), cache.capture, folders).write(CAPTURE_MANIFEST)
 

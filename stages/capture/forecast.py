@@ -30,7 +30,8 @@ _RATE = "rate.json"
 
 @dataclass(frozen=True)
 class Forecast:
-    """rows, tokens, bytes, folders: all that is planned. todo_*: what goes through the target. to_write: bytes."""
+    """rows, tokens, bytes, folders: all that is planned. todo: rows that stand in no finished folder. to_write:
+    bytes. adopted: whether they come from another tool's store."""
 
     rows: int
     tokens: int
@@ -41,6 +42,7 @@ class Forecast:
     to_write: int
     free: int
     where: Path
+    adopted: bool = False
 
     @property
     def todo_tokens(self) -> int:
@@ -50,7 +52,7 @@ class Forecast:
         return (
             f"{self.rows} rows, {self.tokens} tokens, {self.bytes / 1e9:.2f} GB in {self.folders} folders; "
             f"{self.finished_folders} folders stand in the work cache, {len(self.todo)} rows ({self.todo_tokens} tokens) "
-            f"go through the target; {self.to_write / 1e9:.2f} GB to write, {self.free / 1e9:.1f} GB free"
+            f"{'are taken from the store' if self.adopted else 'go through the target'}; {self.to_write / 1e9:.2f} GB to write, {self.free / 1e9:.1f} GB free"
         )
 
     def demand_room(self) -> None:
@@ -89,6 +91,7 @@ def forecast(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> For
         to_write=to_write,
         free=shutil.disk_usage(cache.root).free,
         where=cache.root,
+        adopted=cache.capture.engine.startswith("adopted"),
     )
 
 

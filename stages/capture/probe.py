@@ -227,7 +227,7 @@ def probe_norm(target: Decoder, rows: Sequence[ProbeRow], max_tokens: int = _MAX
         both = torch.stack([_relative(stored, own), _relative(stored, normed)], -1)
         apart.append(both if row.kept is None else both[row.kept[_FIRST:max_tokens, -1]])
         asked = row.loss_mask[1:max_tokens].bool().nonzero()[:, 0].to(target.device)
-        label, read = ids[1:][asked], stored[asked].to(target.embedding.dtype)
+        label, read = ids[1:][asked], stored[asked].to(target.dtype)
         readings = target.logits(read), target.head(read).float(), target.logits(own[asked])
         for i, logits in enumerate(readings):
             hits[i] += int((logits.argmax(-1) == label).sum())
