@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -35,6 +36,7 @@ from stages.contracts.manifest import (
     CaptureManifest,
     MergedManifest,
     PreparedManifest,
+    StoredForm,
     renewal,
 )
 from stages.contracts.params import Params, load_params
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from stages.capture.probe import NormProbe, ProbeRow
-    from stages.capture.store import RowStore
+    from stages.capture.store import RowFolder, RowStore
     from stages.targets._decoder import Decoder
 
 PROBE_TOKENS = 512  # of a row; states of a prefix do not depend on what follows
@@ -200,7 +202,7 @@ def gather_training(params: Params) -> Gathered:
     print(f"gate-training: {held}", file=sys.stderr, flush=True)
     greedy = prepared.temperature == 0
     chosen = choose_rows(store, merged.folders, stored, params)
-    slots, last = probe(target, chosen, params, greedy)
+    slots, last = probe(target, chosen, params, greedy, merged.capture.form)
     evidence = training.Evidence(
         manifest=merged,
         folders=folders,
@@ -222,8 +224,8 @@ def look_at_folders(folders: Sequence[CapturedFolder], store: RowStore, rows: Da
     import pandas as pd
     import torch
 
-    from stages.capture.probe import ProbeRow, row_faults
-    from stages.capture.store import ROWS
+    from stages.capture.probe import row_faults
+    from stages.capture.verify import found_digest
 
     wanted = {
         r: (torch.tensor(i), torch.tensor(m))
@@ -233,18 +235,18 @@ def look_at_folders(folders: Sequence[CapturedFolder], store: RowStore, rows: Da
     stored: Stored = {}
     with progress(sum(f.tokens for f in folders), "gate-training: stored states", "tokens") as advance:
         for f in folders:
-            fact, path = blank_folder(f), store.root / f.name / ROWS
+            fact = blank_folder(f)
             facts.append(fact)
-            fact["found_digest"] = file_digest(path) if path.exists() else "no such file"
+            fact["found_digest"] = found_digest(store.root / f.name)
             try:
                 opened = store.folder(f.name)
             except DataError as error:
                 fact["fault"] = f"{error.what} ({error.got})"
                 continue
-            spec, (T, S, H) = opened.config.capture, opened.states.shape
+            spec, (T, S, H) = opened.config.capture, opened.shape
             fact |= {"found_config": opened.config.digest(), "capture": spec.digest(), "slots": S, "width": H}
-            fact |= {"rows_stored": len(opened), "tokens_stored": T, "dtype": _dtype(opened.states)}
-            members = (ProbeRow(r, *(opened.row(i)[n] for n in (1, 2, 0))) for i, r in enumerate(opened.config.row_ids))
+            fact |= {"rows_stored": len(opened), "tokens_stored": T, "dtype": _name_of(opened.dtype)}
+            members = (_probe_row(opened, i) for i in range(len(opened)))
             for i, fault in enumerate(row_faults(f.name, members, wanted)):
                 at = {"row_in_folder": i, "offset": int(opened.offsets[i])}
                 stored.setdefault(fault.row_id, []).append({**vars(fault), **at})
@@ -252,8 +254,16 @@ def look_at_folders(folders: Sequence[CapturedFolder], store: RowStore, rows: Da
     return pd.DataFrame(facts), stored
 
 
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _probe_row(folder: RowFolder, i: int) -> ProbeRow:
+    """Row `i` as it lies on the disk: damaged bytes are the folders table's business."""
+    from stages.capture.probe import ProbeRow
+
+    states, ids, mask = folder.view(i)
+    return ProbeRow(folder.config.row_ids[i], ids, mask, states, folder.kept(i))
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def choose_rows(
@@ -264,7 +274,6 @@ def choose_rows(
     Every folder gives a row, up to MOST_PROBED folders: any of them alone may have been captured wrong. A folder whose
     states have another shape is left to the folders table.
     """
-    from stages.capture.probe import ProbeRow
 
     def rank(row_id: str) -> str:
         return hashlib.sha256(f"probe {row_id}".encode()).hexdigest()
@@ -279,8 +288,8 @@ def choose_rows(
     chosen: dict[str, list[ProbeRow]] = {}
     for row_id in turns[: max(params.gates.training.probe_rows, min(len(order), MOST_PROBED))]:
         at = stored[row_id][0]
-        states, ids, mask = store.row(at["folder"], at["row_in_folder"])
-        chosen.setdefault(at["folder"], []).append(ProbeRow(row_id, ids, mask, states))
+        row = _probe_row(store.folder(at["folder"]), at["row_in_folder"])
+        chosen.setdefault(at["folder"], []).append(row)
     if not chosen:
         raise DataError(
             "No stored row can be read, so no layer can be proved",
@@ -294,17 +303,18 @@ def choose_rows(
 def _shape_of(store: RowStore, folder: str) -> tuple[int, ...]:
     """Slots and width of a folder's states; none when it cannot be opened, which the folders table says."""
     try:
-        return tuple(store.folder(folder).states.shape[1:])
+        return store.folder(folder).shape[1:]
     except DataError:
         return ()
 
 
 def probe(
-    target: Decoder, rows: dict[str, list[ProbeRow]], params: Params, greedy: bool
+    target: Decoder, rows: dict[str, list[ProbeRow]], params: Params, greedy: bool, form: StoredForm
 ) -> tuple[DataFrame, dict[str, Any]]:
     """Each slot of each folder against every point of the target, and the last state before and after the final norm."""
     import pandas as pd
 
+    from stages.capture.forms import as_stored
     from stages.capture.probe import probe_norm, probe_rows
 
     slots: list[dict[str, Any]] = []
@@ -313,7 +323,8 @@ def probe(
         ids = [row.input_ids[:PROBE_TOKENS] for members in rows.values() for row in members]
         expect_rows(target, ids, lambda layers: advance(0, f"layer {layers} of {target.config.layers}"))
         for folder, members in rows.items():
-            probes = probe_rows(target, members, params.capture.points, PROBE_TOKENS)
+            stored = partial(as_stored, form=form)
+            probes = probe_rows(target, members, params.capture.points, PROBE_TOKENS, stored)
             slots += [{**vars(s), "folder": folder, "slot": f"{folder} slot {s.slot}"} for s in probes]
             norms += [(folder, probe_norm(target, [row], PROBE_TOKENS)) for row in members]
             advance(len(members), folder)
@@ -411,7 +422,7 @@ def look_at_tensors(path: Path) -> tuple[DataFrame, tuple[int, ...], frozenset[i
         do = "export the draft again: `dvc repro train`"
         raise DataError("The draft's weights cannot be read", where=str(path), got=str(error), do=do) from error
     facts = [
-        {"tensor": n, "shape": str(list(t.shape)), "dtype": _dtype(t), "finite": bool(t.isfinite().all())}
+        {"tensor": n, "shape": str(list(t.shape)), "dtype": _name_of(t.dtype), "finite": bool(t.isfinite().all())}
         for n, t in sorted(tensors.items())
     ]
     d2t = tuple(tensors["d2t"].flatten().tolist()) if "d2t" in tensors else ()

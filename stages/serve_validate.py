@@ -209,8 +209,6 @@ def simulate(served: Served, rows: Sequence[tuple[Prompt, int]], steps: int) -> 
     index = pq.read_table(MERGED / "index.parquet", columns=["row_id", "folder", "row_in_folder"]).to_pylist()
     place = {r["row_id"]: (r["folder"], r["row_in_folder"]) for r in index}
     store, target = RowStore(HIDDEN_STATES), served.target
-    for folder in sorted({place[p.row_id][0] for p, _ in rows}):
-        store.verify(folder)
     draft = served.checkpoint.module(target.embedding).to(target.device).eval()
     target_ids = served.draft.target_ids
     teacher = Teacher(target.norm, target.head_weight[target_ids], target.config.eps, target_ids, len(target.embedding))

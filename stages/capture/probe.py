@@ -11,7 +11,7 @@ L tokens of a row, S slots, H hidden size, N = n+1 points.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,12 +29,14 @@ _FIRST = 1  # positions before this one are left out of every median
 
 
 class ProbeRow(NamedTuple):
-    """input_ids [L] and loss_mask [L] of a row, and the states [L, S, H] that are held to be the target's."""
+    """input_ids [L] and loss_mask [L] of a row, and the states [L, S, H] that are held to be the target's; kept, bool
+    [L, S]: which of them are stored, all of them when None."""
 
     row_id: str
     input_ids: Tensor
     loss_mask: Tensor
     states: Tensor
+    kept: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,11 @@ class RowFaults:
 
 
 @torch.inference_mode()
-def distances(target: Decoder, ids: Tensor, slots: Tensor) -> Tensor:
-    """Relative L2 [L-1, S, N+1] of slots [L, S, H] to every point; the last column is the state after the final norm."""
+def distances(target: Decoder, ids: Tensor, slots: Tensor, stored: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Relative L2 [L-1, S, N+1] of slots [L, S, H] to every point; the last column is the state after the final norm.
+
+    `stored` makes of an auxiliary state what a store that rounds it gives back: like is compared with like.
+    """
     n, eps = target.config.layers, target.config.eps
     stream = target.packed(ids.long().to(target.device), [len(ids)], range(n + 1))
     after = F.rms_norm(stream.last, (stream.last.shape[-1],), target.norm, eps)
@@ -117,7 +122,10 @@ def distances(target: Decoder, ids: Tensor, slots: Tensor) -> Tensor:
     columns = []
     for state in [*(stream.states[p] for p in range(n + 1)), after]:
         state_L1H = state[_FIRST:, None].float()
-        columns.append((slots_LSH - state_L1H).norm(dim=-1) / state_L1H.norm(dim=-1).clamp_min(1e-30))
+        apart = slots_LSH - state_L1H
+        if stored is not None:
+            apart[:, :-1] = slots_LSH[:, :-1] - stored(state_L1H)
+        columns.append(apart.norm(dim=-1) / state_L1H.norm(dim=-1).clamp_min(1e-30))
     return torch.stack(columns, -1).nan_to_num(torch.inf, torch.inf).cpu()
 
 
@@ -127,6 +135,8 @@ def nearest_points(
     slots: Sequence[Tensor],
     claimed: Sequence[int],
     max_tokens: int = _MAX_TOKENS,
+    kept: Sequence[Tensor | None] | None = None,
+    stored: Callable[[Tensor], Tensor] | None = None,
 ) -> list[SlotProbe]:
     """Name the point that each slot holds, from rows that start at position 0: each by the row that disagrees most.
 
@@ -135,16 +145,35 @@ def nearest_points(
         slots: states [L, S, H] of each row, as stored or as an engine feeds them.
         claimed: the point that each slot is said to hold.
         max_tokens: tokens of a row that are compared; at least 2 are needed.
+        kept: which states of a row are stored, bool [L, S] or None for all; the others are left out.
+        stored: see `distances`.
 
     Raises:
         DataError: no row of two tokens.
     """
-    per_row = [distances(target, i[:max_tokens], s[:max_tokens]) for i, s in zip(ids, slots, strict=True) if len(i) > 1]
+    per_row = [
+        _only(distances(target, i[:max_tokens], s[:max_tokens], stored), k)
+        for i, s, k in zip(ids, slots, kept or [None] * len(ids), strict=True)
+        if len(i) > 1
+    ]
     if not per_row:
         raise DataError("No row to probe", expected="a row of two tokens or more", got=f"{len(ids)} rows, none as long")
     tokens = sum(len(row) for row in per_row)
-    medians_RSN = [row.median(0).values.tolist() for row in per_row]
-    return [_slot(slot, at, [m[slot] for m in medians_RSN], tokens) for slot, at in enumerate(claimed)]
+    medians_RSN = [row.nanmedian(0).values.tolist() for row in per_row]
+    return [_slot(slot, at, _kept_rows(medians_RSN, slot), tokens) for slot, at in enumerate(claimed)]
+
+
+def _only(apart_LSN: Tensor, kept: Tensor | None) -> Tensor:
+    """NaN, which no median counts, for what is not stored."""
+    if kept is None:
+        return apart_LSN
+    return apart_LSN.masked_fill(~kept[_FIRST : _FIRST + len(apart_LSN), :, None], torch.nan)
+
+
+def _kept_rows(medians_RSN: list[list[list[float]]], slot: int) -> list[list[float]]:
+    """A slot's medians, of rows that store it at all; of no row that does, infinity."""
+    found = [row[slot] for row in medians_RSN if row[slot][0] == row[slot][0]]
+    return found or [[torch.inf] * len(medians_RSN[0][slot])]
 
 
 def _slot(slot: int, claimed: int, medians_RN: list[list[float]], tokens: int) -> SlotProbe:
@@ -171,11 +200,16 @@ def _slot(slot: int, claimed: int, medians_RN: list[list[float]], tokens: int) -
 
 
 def probe_rows(
-    target: Decoder, rows: Sequence[ProbeRow], points: Sequence[int], max_tokens: int = _MAX_TOKENS
+    target: Decoder,
+    rows: Sequence[ProbeRow],
+    points: Sequence[int],
+    max_tokens: int = _MAX_TOKENS,
+    stored: Callable[[Tensor], Tensor] | None = None,
 ) -> list[SlotProbe]:
     """Probe stored rows: a record a slot, the last slot being the last state, claimed to be point n."""
     claimed = (*sorted(points), target.config.layers)
-    return nearest_points(target, [r.input_ids for r in rows], [r.states for r in rows], claimed, max_tokens)
+    ids, slots, kept = ([getattr(r, name) for r in rows] for name in ("input_ids", "states", "kept"))
+    return nearest_points(target, ids, slots, claimed, max_tokens, kept, stored)
 
 
 @torch.inference_mode()
@@ -190,7 +224,8 @@ def probe_norm(target: Decoder, rows: Sequence[ProbeRow], max_tokens: int = _MAX
         ids, stored = row.input_ids[:max_tokens].long().to(target.device), row.states[:max_tokens, -1].to(target.device)
         own = target.packed(ids, [len(ids)]).last
         normed = F.rms_norm(own, (own.shape[-1],), target.norm, target.config.eps)
-        apart.append(torch.stack([_relative(stored, own), _relative(stored, normed)], -1))
+        both = torch.stack([_relative(stored, own), _relative(stored, normed)], -1)
+        apart.append(both if row.kept is None else both[row.kept[_FIRST:max_tokens, -1]])
         asked = row.loss_mask[1:max_tokens].bool().nonzero()[:, 0].to(target.device)
         label, read = ids[1:][asked], stored[asked].to(target.dtype)
         readings = target.logits(read), target.head(read).float(), target.logits(own[asked])
@@ -228,8 +263,7 @@ def row_faults(folder: str, rows: Iterable[ProbeRow], prepared: dict[str, tuple[
     records = []
     for row in rows:
         ids, mask = prepared.get(row.row_id, (row.input_ids[:0], row.loss_mask[:0]))
-        tail = row.states[_FIRST:]
-        constant = (tail == tail[:1]).all(-1).all(0).sum() if len(tail) > 1 else 0
+        there = torch.ones(row.states.shape[:2], dtype=torch.bool) if row.kept is None else row.kept
         records.append(
             RowFaults(
                 row_id=row.row_id,
@@ -238,13 +272,18 @@ def row_faults(folder: str, rows: Iterable[ProbeRow], prepared: dict[str, tuple[
                 dtype=str(row.states.dtype).removeprefix("torch."),
                 nan=int(row.states.isnan().sum()),
                 inf=int(row.states.isinf().sum()),
-                zero_states=int((row.states == 0).all(-1).sum()),
-                constant_slots=int(constant),
+                zero_states=int(((row.states == 0).all(-1) & there).sum()),
+                constant_slots=sum(_constant(row.states[_FIRST:, i][k]) for i, k in enumerate(there[_FIRST:].T)),
                 ids_equal=_equal(row.input_ids, ids),
                 mask_equal=_equal(row.loss_mask, mask),
             )
         )
     return records
+
+
+def _constant(states: Tensor) -> bool:
+    """Whether more than one state [N, H] is one and the same."""
+    return len(states) > 1 and bool((states == states[:1]).all())
 
 
 def _equal(stored: Tensor, wanted: Tensor) -> bool:

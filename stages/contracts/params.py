@@ -110,6 +110,9 @@ class Capture(Section):
     points: Annotated[tuple[Whole, ...], Field(min_length=3, max_length=3)]
     rows_per_folder: Positive
     tokens_per_batch: Positive
+    store_tokens: Literal["all", "to_last_supervised"]
+    store_last: Literal["all", "before_supervised"]
+    store_aux: Literal["bfloat16", "float8_e4m3"]
     adopt: str | None
     adopt_layer_ids: Annotated[tuple[Whole, ...], Field(min_length=1)] | None
     adopt_last_state: Literal["before_final_norm", "after_final_norm"] | None
