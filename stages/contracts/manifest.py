@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import Field
 
 from stages.contracts.files import Fact
 
@@ -37,7 +39,8 @@ class TargetIdentity(Fact):
 class PreparedSource(Fact):
     """One folder data/prepared/<name>/rows.parquet.
 
-    `rows_read == rows + sum(rejects.values())`: nothing is dropped without a reason counted here.
+    `rows_read == rows + sum(rejects.values()) - extra_rows`: nothing is dropped without a reason counted here. extra_rows
+    are those beyond the first of conversations whose history the template rewrites; left out where there are none.
     """
 
     name: str
@@ -56,16 +59,21 @@ class PreparedSource(Fact):
     repetitive: int
     rejects: dict[str, int]
     rows_digest: str
+    extra_rows: int = Field(default=0, exclude_if=lambda rows: rows == 0)
 
 
 class PreparedManifest(Fact):
-    """data/prepared/prepared.json."""
+    """data/prepared/prepared.json. answered_by: the engine of the regenerated answers, and under which name a server knew the
+    target; template_arguments: what the server has to give the template, beside the date if it writes one; both left out
+    where they say nothing."""
 
     version: Literal[1] = 1
     target: TargetIdentity
     seed: int
     temperature: float
     max_new_tokens: int
+    answered_by: str = Field(default="in_process", exclude_if=lambda engine: engine == "in_process")
+    template_arguments: dict[str, Any] = Field(default_factory=dict, exclude_if=lambda arguments: not arguments)
     sources: tuple[PreparedSource, ...]
     out_of_distribution_prompts: int
     out_of_distribution_digest: str

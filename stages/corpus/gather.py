@@ -15,7 +15,7 @@ from stages.contracts.progress import progress
 from stages.corpus.conversations import check_turns, prompt_of
 from stages.corpus.items import Item, Message, Reject, RowFault
 from stages.corpus.quality import SHARED, has_supervised_pair, prompt_text, shared_text
-from stages.corpus.rendering import Renderer
+from stages.corpus.rendering import Rendered, Renderer
 from stages.corpus.sources import Reading, general_knowledge
 from stages.corpus.split import Split, prompt_id, split_of
 
@@ -40,11 +40,12 @@ class Candidate:
 
 @dataclass
 class Gathered:
-    """What was read of one source."""
+    """What was read of one source. extra_rows: beyond the first of each conversation that takes several."""
 
     source: Source
     origin_digest: str = ""
     rows_read: int = 0
+    extra_rows: int = 0
     candidates: list[Candidate] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
 
@@ -64,8 +65,10 @@ def gather(prepare: Prepare, renderer: Renderer) -> tuple[list[Gathered], list[C
             of_source = Gathered(source)
             for item in reading:
                 advance(1, source.name)
-                taken = item if isinstance(item, Reject) else _candidate(item, source, prepare, renderer, seen)
-                (of_source.rejects if isinstance(taken, Reject) else of_source.candidates).append(taken)  # type: ignore[arg-type]
+                taken = [item] if isinstance(item, Reject) else _candidates(item, source, prepare, renderer, seen)
+                of_source.extra_rows += len(taken) - 1
+                of_source.candidates += [one for one in taken if isinstance(one, Candidate)]
+                of_source.rejects += [one for one in taken if isinstance(one, Reject)]
             of_source.origin_digest, of_source.rows_read = reading.origin_digest, reading.rows_read
             gathered.append(of_source)
     _drop_leaks(gathered, apart)
@@ -91,19 +94,25 @@ def demand_rows(source: str, rows: int, rejects: Sequence[Reject]) -> None:
     )
 
 
-def _candidate(item: Item, source: Source, prepare: Prepare, renderer: Renderer, seen: set[str]) -> Candidate | Reject:
-    prompt = ""
+def _candidates(
+    item: Item, source: Source, prepare: Prepare, renderer: Renderer, seen: set[str]
+) -> list[Candidate | Reject]:
+    """What an item gives, each a candidate or the reason why it is none; at least one."""
     try:
         check_turns(item.messages, answered=source.answers == "given")
         renderer.check_text(item.messages, item.tools)
-        candidate = (_given if source.answers == "given" else _prompt)(item, prepare, renderer)
-        prompt = candidate.prompt_id
-        if len(candidate.prompt_ids) > prepare.max_prompt_tokens:
-            raise RowFault("prompt too long", f"{len(candidate.prompt_ids)} tokens")
-        if prompt in seen:
-            raise RowFault("duplicate prompt", "the same tokens came before")
+        made = _given(item, prepare, renderer) if source.answers == "given" else [_prompt(item, prepare, renderer)]
     except RowFault as fault:
-        return Reject(item.item, fault.reason, fault.detail, prompt)
+        return [Reject(item.item, fault.reason, fault.detail)]
+    return [one if isinstance(one, Reject) else _fitting(one, prepare, seen) for one in made]
+
+
+def _fitting(candidate: Candidate, prepare: Prepare, seen: set[str]) -> Candidate | Reject:
+    prompt, tokens = candidate.prompt_id, len(candidate.prompt_ids)
+    if tokens > prepare.max_prompt_tokens:
+        return Reject(candidate.item, "prompt too long", f"{tokens} tokens", prompt)
+    if prompt in seen:
+        return Reject(candidate.item, "duplicate prompt", "the same tokens came before", prompt)
     seen.add(prompt)
     return candidate
 
@@ -114,14 +123,24 @@ def _prompt(item: Item, prepare: Prepare, renderer: Renderer) -> Candidate:
     return _make(item.item, ids, messages, prepare)
 
 
-def _given(item: Item, prepare: Prepare, renderer: Renderer) -> Candidate:
-    """A row with the answers it came with; beyond max_row_tokens it is cut and counts as capped."""
-    rendered = renderer.given(item.messages, item.tools)
+def _given(item: Item, prepare: Prepare, renderer: Renderer) -> list[Candidate | Reject]:
+    """Rows with the answers they came with; beyond max_row_tokens one is cut and counts as capped. Rows of one
+    conversation stand on one side of the split, that of its first: they share their text."""
+    rows = renderer.given(item.messages, item.tools)
+    first = prompt_id(rows[0].ids[: rows[0].prompt_tokens])
+    return [
+        _given_row(item, f"{item.item}#{row.messages}" if i else item.item, row, first, prepare)
+        for i, row in enumerate(rows)
+    ]
+
+
+def _given_row(item: Item, name: str, rendered: Rendered, first: str, prepare: Prepare) -> Candidate | Reject:
     ids, mask = rendered.ids[: prepare.max_row_tokens], rendered.mask[: prepare.max_row_tokens]
     if not has_supervised_pair(mask):
-        raise RowFault("no supervised pair", f"{sum(mask)} answer tokens within {prepare.max_row_tokens}")
+        return Reject(name, "no supervised pair", f"{sum(mask)} answer tokens within {prepare.max_row_tokens}")
     cut = len(rendered.ids) > len(ids)
-    return _make(item.item, ids[: rendered.prompt_tokens], item.messages, prepare, ids, mask, cut)
+    messages = item.messages[: rendered.messages]
+    return _make(name, ids[: rendered.prompt_tokens], messages, prepare, ids, mask, cut, first)
 
 
 def _make(
@@ -132,12 +151,13 @@ def _make(
     ids: Sequence[int] | None = None,
     mask: Sequence[int] = (),
     cut: bool = False,
+    splits_by: str = "",
 ) -> Candidate:
     prompt = prompt_id(prompt_ids)
     return Candidate(
         item,
         prompt,
-        split_of(prompt, prepare.seed, prepare.held_out_share),
+        split_of(splits_by or prompt, prepare.seed, prepare.held_out_share),
         np.asarray(prompt_ids, np.int32),
         json.dumps(list(messages), ensure_ascii=False),
         prompt_text(messages),

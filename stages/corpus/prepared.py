@@ -65,6 +65,8 @@ def write_prepared(
         seed=prepare.seed,
         temperature=prepare.temperature,
         max_new_tokens=prepare.max_new_tokens,
+        answered_by=prepare.answers.name,
+        template_arguments=prepare.rendering.template_arguments,
         sources=tuple(sources),
         out_of_distribution_prompts=len(apart),
         out_of_distribution_digest=file_digest(folder / "out_of_distribution.parquet"),
@@ -99,7 +101,8 @@ def _write_rows(path: Path, wanted: Iterator[Row | Reject]) -> tuple[Counter[str
 def _describe(of_source: Gathered, counts: Counter[str], rejects: list[Reject], folder: Path) -> PreparedSource:
     source = of_source.source
     reasons = Counter(r.reason for r in rejects)
-    assert of_source.rows_read == counts["rows"] + sum(reasons.values()), f"{source.name}: rows do not add up"
+    kept = counts["rows"] + sum(reasons.values()) - of_source.extra_rows
+    assert of_source.rows_read == kept, f"{source.name}: rows do not add up"
     return PreparedSource(
         name=source.name,
         domain=source.domain,
@@ -115,6 +118,7 @@ def _describe(of_source: Gathered, counts: Counter[str], rejects: list[Reject], 
         supervised_tokens=counts["supervised"],
         capped=counts["capped"],
         repetitive=counts["repetitive"],
+        extra_rows=of_source.extra_rows,
         rejects=dict(sorted(reasons.items())),
         rows_digest=file_digest(folder / source.name / "rows.parquet"),
     )

@@ -80,6 +80,8 @@ def _target(evidence: Evidence, params: Params) -> Table:
         ("seed", params.prepare.seed, evidence.manifest.seed),
         ("temperature", params.prepare.temperature, evidence.manifest.temperature),
         ("answer limit, tokens", params.prepare.max_new_tokens, evidence.manifest.max_new_tokens),
+        ("engine of the answers", params.prepare.answers.name, evidence.manifest.answered_by),
+        ("template arguments", params.prepare.rendering.template_arguments, evidence.manifest.template_arguments),
     ]
     rows = pd.DataFrame([{"item": i, "expected": str(a), "found": str(b)} for i, a, b in pairs])
     check = same(
@@ -298,7 +300,7 @@ def _sources(evidence: Evidence, facts: Any, params: Params) -> Table:
                 "supervised_tokens": int(rows["supervised_tokens"].sum()),
                 "supervised_tokens_recorded": source.supervised_tokens if source else 0,
                 "rows_read": read,
-                "rows_and_rejects": (source.rows if source else 0) + rejected,
+                "rows_and_rejects": (source.rows - source.extra_rows if source else 0) + rejected,
                 "reject_share": rejected / read if read else 0.0,
                 "rejects": ", ".join(f"{n} {r}" for r, n in sorted(source.rejects.items())) if source else "",
                 "capped_share": float((rows["finish"] == "capped").mean()) if len(rows) else 0.0,
