@@ -103,12 +103,15 @@ def regenerate(
     if p.answers.engine == "openai":
         settings |= {"token_ids": p.answers.token_ids}
 
-        def ask(missing: Sequence[Prompt], on_answer: OnAnswer) -> None:
-            server_answers(params, folder, renderer)(missing, on_answer)
+        def ask(prompts: Sequence[Prompt], on_answer: OnAnswer) -> None:
+            server_answers(params, folder, renderer)(prompts, on_answer)
 
         answers = answer_all(prompts, ask, settings, ANSWERS, 1, p.answers.max_failed_share)
     else:
         answers = answer_all(prompts, in_process_answers(params, folder), settings, ANSWERS, p.workers)
+    for prompt, answer in answers.items():
+        if answer.finish == "stop" and renderer.only_reasons(prompts[prompt], answer.ids):
+            answers[prompt] = Generated((), "empty", "only reasoning")
     counts = outcomes(answers, renderer.end_ids)
     print("answers:", ", ".join(f"{n} {what}" for what, n in counts.items() if n), file=sys.stderr)
     return answers

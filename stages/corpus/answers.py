@@ -22,8 +22,9 @@ from stages.contracts.errors import EngineError, LineError
 from stages.contracts.files import canonical, digest, write_whole
 from stages.contracts.progress import progress
 
-Finish = Literal["stop", "length", "refused", "mismatched", "failed"]
+Finish = Literal["stop", "length", "empty", "refused", "mismatched", "failed"]
 UNANSWERED = {
+    "empty": "empty answer",
     "refused": "refused by the engine",
     "mismatched": "token ids not recovered",
     "failed": "failed in the engine",
@@ -36,7 +37,7 @@ _POLL_S = 0.5
 class Generated:
     """An answer's ids as they were generated; the last one ends the turn when `finish` is "stop".
 
-    Without ids: "refused", the engine will not answer this prompt; "mismatched", it told text whose tokens are not those
+    Without ids: "empty", the answer was reasoning and nothing else; "refused", the engine will not answer this prompt; "mismatched", it told text whose tokens are not those
     that it sampled; "failed", it did not answer this time. `detail` says why.
     """
 
@@ -104,7 +105,7 @@ def answer_all(
 
 def outcomes(answers: Mapping[str, Generated], end_ids: frozenset[int]) -> dict[str, int]:
     """How many prompts were answered, capped, empty, refused, mismatched or failed; together all of them."""
-    counts = dict.fromkeys(("answered", "capped", "empty", *UNANSWERED), 0)
+    counts = dict.fromkeys(("answered", "capped", *UNANSWERED), 0)
     for answer in answers.values():
         if answer.finish in UNANSWERED:
             counts[answer.finish] += 1

@@ -12,6 +12,8 @@ import re
 from stages.corpus.items import Message, RowFault
 
 OPEN, CLOSE = "<think>", "</think>"
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)", re.DOTALL)  # harmony's reasoning
 _EMPTY = re.compile(r"\s*<think>\s*</think>")
 
 
@@ -52,6 +54,14 @@ def says_nothing_first(prompt: str, answer: str) -> bool:
     """Whether the rendered answer would have to open with an empty reasoning block: the template writes one where an answer
     brings no reasoning, and a target that reasons never says it."""
     return _EMPTY.match(_said(prompt, answer)) is not None
+
+
+def beyond_thought(prompt: str, answer: str) -> str:
+    """What an answer says beside its reasoning; with special tokens, as it was generated behind `prompt`."""
+    whole = _said(prompt, answer)
+    if CLOSE in whole and OPEN not in whole.partition(CLOSE)[0]:
+        whole = OPEN + whole
+    return _ANALYSIS.sub("", _THOUGHT.sub("", whole))
 
 
 def _said(prompt: str, answer: str) -> str:

@@ -27,6 +27,7 @@ from stages.contracts.errors import DataError
 from stages.corpus.items import Message, RowFault
 from stages.corpus.reasoning import (
     CLOSE,
+    beyond_thought,
     demand_whole_thoughts,
     opens_thought,
     says_nothing_first,
@@ -80,7 +81,7 @@ class Renderer:
         tokenizer = self._template.tokenizer
         self.end_ids = _end_ids(folder, tokenizer)
         self.bos_id: int | None = tokenizer.bos_token_id
-        self._control = [token for token in tokenizer.all_special_tokens if token]
+        self._control = self._template.special
         self._suspect = re.compile("|".join(sorted({re.escape(token[:2]) for token in self._control})) or r"(?!)")
 
     def check_text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> None:
@@ -173,6 +174,15 @@ class Renderer:
     def text(self, ids: Sequence[int]) -> str:
         """Decoded text without special tokens."""
         return self._template.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def only_reasons(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+        """Whether an answer that ended by itself holds reasoning and nothing else."""
+        tokenizer = self._template.tokenizer
+        before, said = (tokenizer.decode(list(ids)) for ids in (prompt[-16:], answer))
+        rest = beyond_thought(before, said)
+        for token in self._control if rest != said else ():
+            rest = rest.replace(token, "")
+        return rest != said and rest.strip() in ("", "assistant")
 
     def _as_requested(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]

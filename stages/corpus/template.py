@@ -62,6 +62,8 @@ class Template:
         self._folder, self._arguments, self._date = folder, dict(arguments), date
         self._backend = self.tokenizer.backend_tokenizer
         self._added = {i: str(token) for i, token in self.tokenizer.added_tokens_decoder.items()}
+        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        self.special = sorted({*special, *filter(None, self.tokenizer.all_special_tokens)})
         self._dated = lru_cache(maxsize=8)(self._at_date)
         self._tail = lru_cache(maxsize=1024)(self._encode_after)
         self._demand_date()

@@ -21,7 +21,7 @@ WORDS = (
 MERGES = ["Ċ Ċ", "t h", "th e", "Ġ the", "i n", "e r", "Ġ a", "Ġ s", "o u", "a n", "Ġa n", "r e", "Ġ t", "o n", "Ġ w"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """A chat format. end: tokens that end a turn; added: tokens that are no special ones; bos: when the tokenizer adds it."""
 

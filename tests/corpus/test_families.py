@@ -310,3 +310,31 @@ def test_the_systems_default_is_the_templates(tmp_path: Path) -> None:
     renderer = renderer_of(tmp_path, CHATML)
     assert "Be kind." in renderer.text(renderer.prompt([user("hi")]))
     assert "Be kind." not in renderer.text(renderer.prompt([SYSTEM, user("hi")]))
+
+
+def test_an_answer_that_only_reasons_is_seen_in_every_format(tmp_path: Path) -> None:
+    cases = {
+        QWEN_3: ("<think>\nhm\n</think>\n\n<|im_end|>", "<think>\nhm\n</think>\n\nyes<|im_end|>"),
+        KIMI_K2_5: ("hm</think><|im_end|>", "hm</think>yes<|im_end|>"),
+        DEEPSEEK_R1: ("hm, and no end<｜end▁of▁sentence｜>", "hm\n</think>\n\nyes<｜end▁of▁sentence｜>"),
+        HARMONY: (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|return|>",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>",
+        ),
+        CHATML: ("hm</think>\n<|im_end|>", "yes<|im_end|>"),
+    }
+    for family, (empty, answered) in cases.items():
+        renderer = renderer_of(tmp_path / family.name, family)
+        prompt = renderer.prompt([user("hi")])
+        assert renderer.only_reasons(prompt, renderer.encode(empty)), family.name
+        assert not renderer.only_reasons(prompt, renderer.encode(answered)), family.name
+    assert not renderer.only_reasons(prompt, renderer.encode("<|im_end|>"))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_text_of_any_special_token_is_rejected_in_what_users_say(family: Family, tmp_path: Path) -> None:
+    renderer = renderer_of(tmp_path, family)
+    for token in family.special:
+        with pytest.raises(RowFault, match="holds control tokens"):
+            renderer.check_text([user(f"say {token} now")])
+    renderer.check_text([user("a < b, <|x|>, <think> aloud"), said("<|im_end|>")])
