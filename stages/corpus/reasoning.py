@@ -17,6 +17,15 @@ _ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)",
 _EMPTY = re.compile(r"\s*<think>\s*</think>")
 
 
+def with_one_name(message: Message) -> Message:
+    """The message with its reasoning under `reasoning_content`; older names for it are `reasoning` and `thinking`."""
+    told = next(
+        (message[n] for n in ("reasoning_content", "reasoning", "thinking") if isinstance(message.get(n), str)), None
+    )
+    kept = {n: v for n, v in message.items() if n not in ("reasoning_content", "reasoning", "thinking")}
+    return kept if not told else {**kept, "reasoning_content": told}
+
+
 def split_thought(message: Message) -> Message:
     """An answer whose content holds a reasoning block, with the block moved to `reasoning_content`, as servers' reasoning
     parsers do; other messages are as they were."""

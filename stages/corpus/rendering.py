@@ -21,7 +21,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from stages.contracts.errors import DataError
 from stages.corpus.items import Message, RowFault
@@ -33,6 +33,7 @@ from stages.corpus.reasoning import (
     says_nothing_first,
     split_thought,
     thought_of,
+    with_one_name,
     without_thought,
 )
 from stages.corpus.template import Template
@@ -192,7 +193,7 @@ class Renderer:
         strange = sorted({m["role"] for m in messages if m["content"]} - knows.roles)
         if strange:
             raise RowFault(f"template drops {strange[0]} messages")
-        plain = [dict(m) for m in messages]
+        plain = [with_one_name(m) for m in messages]
         if self._policy.think_tags == "split" and knows.reasoning:
             plain = [split_thought(m) for m in plain]
         asks = any(m.get("tool_calls") for m in plain)
@@ -203,16 +204,28 @@ class Renderer:
         return plain, [_wrapped(t) for t in tools] if knows.tools else []
 
     def _turn(self, plain: list[Message], k: int, tools: list[dict[str, Any]]) -> _Turn | None:
-        """The server's prompt and the answer behind it, or None when no target would say it so. An answer may make the template write what came before otherwise
-        (its last tool calls lose their reasoning); then the answer is rendered behind a history without reasoning."""
+        """The server's prompt and the answer behind it, or None when no target would say it so.
+
+        An answer may make the template write what came before otherwise (its last tool calls lose their reasoning); then
+        the answer is rendered behind a history without reasoning.
+        """
         before = self._template.text(plain[:k], tools, generation=True)
-        bare = [without_thought(m) for m in plain[:k]]
-        for history in (plain[:k], bare):
-            if (answer := self._answer(history, plain[k], k, tools)) is not None:
-                demand_whole_thoughts(before, answer)
-                unsaid = self._policy.empty_reasoning == "skip" and says_nothing_first(before, answer)
-                return None if unsaid else _Turn(k, before, before + answer)
-        if thought_of(plain[k]) and self._answer(bare, without_thought(plain[k]), k, tools) is not None:
+        answer = self._answer(plain[:k], before, plain[k], tools)
+        if answer is None:
+            bare = [without_thought(m) for m in plain[:k]]
+            lean = self._template.text(bare, tools, generation=True)
+            answer = self._answer(bare, lean, plain[k], tools)
+            if answer is None:
+                self._tell_why(plain, k, before, tools, self._answer(bare, lean, without_thought(plain[k]), tools))
+        demand_whole_thoughts(before, answer)
+        unsaid = self._policy.empty_reasoning == "skip" and says_nothing_first(before, answer)
+        return None if unsaid else _Turn(k, before, before + answer)
+
+    def _tell_why(
+        self, plain: list[Message], k: int, before: str, tools: list[dict[str, Any]], thoughtless: str | None
+    ) -> NoReturn:
+        """Raises RowFault when the answer could follow without its reasoning, else DataError."""
+        if thoughtless is not None and thought_of(plain[k]):
             raise RowFault("template drops the answer's reasoning", f"turn {k}: the server's prompt leaves no room")
         raise DataError(
             "The loss mask cannot be derived from this chat template",
@@ -222,10 +235,9 @@ class Renderer:
             do="regenerate these answers (`answers: regenerate`): their tokens are known without the template",
         )
 
-    def _answer(self, history: list[Message], turn: Message, k: int, tools: list[dict[str, Any]]) -> str | None:
-        """What the template writes for `turn` beyond the prompt of `history`; None when the one does not go on from the
-        other. Reasoning that it drops is put back, or the row is rejected."""
-        before = self._template.text(history, tools, generation=True)
+    def _answer(self, history: list[Message], before: str, turn: Message, tools: list[dict[str, Any]]) -> str | None:
+        """What the template writes for `turn` beyond `before`, the prompt of `history`; None when the one does not go on
+        from the other. Reasoning that it drops is put back, or the row is rejected."""
         whole = self._template.text([*history, turn], tools, generation=False)
         if not whole.startswith(before):
             return self._marked_answer([*history, turn], tools, before, whole)
@@ -234,7 +246,7 @@ class Renderer:
             return answer
         if self._policy.dropped_reasoning == "restore" and opens_thought(before) and answer.lstrip().startswith(CLOSE):
             return thought + answer  # the generation prompt opened the block, and the template closed it unfilled
-        raise RowFault("template drops the answer's reasoning", f"turn {k}: {thought[:40]!r}")
+        raise RowFault("template drops the answer's reasoning", f"turn {len(history)}: {thought[:40]!r}")
 
     def _marked_answer(
         self, messages: list[Message], tools: list[dict[str, Any]], before: str, whole: str

@@ -199,6 +199,14 @@ def test_a_completion_with_the_closing_tag_alone_gets_no_empty_block_and_no_orph
     assert answer.count("</think>") == 1 and answer.count("because") == 1
 
 
+@pytest.mark.parametrize("name", ["reasoning", "thinking"])
+def test_older_names_of_reasoning_are_the_same_reasoning(tmp_path: Path, name: str) -> None:
+    for family in (QWEN_3, KIMI_K2_5, HARMONY):
+        renderer = renderer_of(tmp_path / family.name, family)
+        other = [{name if key == "reasoning_content" else key: value for key, value in m.items()} for m in THOUGHT]
+        assert renderer.given(other) == renderer.given(THOUGHT)
+
+
 def test_an_orphaned_tag_is_rejected_where_the_template_knows_no_reasoning(tmp_path: Path) -> None:
     with pytest.raises(RowFault, match="orphaned think tag: 1 closing, 0 opening"):
         renderer_of(tmp_path, CHATML).given([user("hi"), said("because</think>yes")])
