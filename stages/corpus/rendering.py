@@ -255,29 +255,29 @@ class Renderer:
         if not self._template.has_marker(tools):
             return None
         ids, marks = self._template.marked(messages, tools)
-        encoding = self._template.encode(whole)
-        if 1 not in marks or tuple(encoding.ids) != ids:
+        encoded = self._template.encode(whole)
+        if 1 not in marks or tuple(encoded.ids) != ids:
             return None
         end = len(marks) - marks[::-1].index(1)
         start = next((i for i in range(end, 0, -1) if not marks[i - 1]), 0)
-        first, last = encoding.token_to_chars(start)[0], encoding.token_to_chars(end - 1)[1]
+        first, last = encoded.span(start)[0], encoded.span(end - 1)[1]
         return whole[first:last] if before.startswith(whole[:first]) else None
 
     def _row(self, run: Sequence[_Turn], added: int) -> Rendered:
         """One row: the last turn's text, with every turn of the run supervised."""
-        encoding = self._template.encode(run[-1].whole)
-        mask = [0] * len(encoding.ids)
+        encoded = self._template.encode(run[-1].whole)
+        mask = [0] * len(encoded.ids)
         end = 0
         for turn, following in zip(run, [*run[1:], None], strict=True):
-            start = self._template.boundary(encoding, turn.before)
+            start = self._template.boundary(encoded, turn.before)
             if start is None:
                 raise RowFault(
                     "answer melts into its header", f"turn {turn.index}: {turn.whole[len(turn.before) :][:20]!r}"
                 )
-            stop = len(mask) if following is None else self._template.tokens_before(encoding, len(turn.whole.rstrip()))
-            end = self._end_of_answer(encoding.ids, start, stop)
+            stop = len(mask) if following is None else encoded.tokens_before(len(turn.whole.rstrip()))
+            end = self._end_of_answer(encoded.ids, start, stop)
             mask[start:end] = [1] * (end - start)
-        return Rendered(tuple(encoding.ids[:end]), tuple(mask[:end]), run[-1].index + 1 - added)
+        return Rendered(tuple(encoded.ids[:end]), tuple(mask[:end]), run[-1].index + 1 - added)
 
     def _end_of_answer(self, ids: Sequence[int], start: int, stop: int) -> int:
         """End of the answer in start..stop: after its end-of-turn token. What the template writes behind it (a newline in

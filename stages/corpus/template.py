@@ -35,6 +35,25 @@ class Knows:
     roles: frozenset[str]
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a text and where they stand in it."""
+
+    ids: list[int]
+    encoding: Any
+
+    def span(self, token: int) -> tuple[int, int]:
+        """First character of a token, and the one behind its last."""
+        return self.encoding.token_to_chars(token)
+
+    def tokens_before(self, at: int) -> int:
+        """How many tokens start before character `at`. Characters that no token claims (trimmed spaces) are stepped over."""
+        token = self.encoding.char_to_token(at)
+        if token is not None:
+            return token if self.span(token)[0] >= at else token + 1
+        return next((i for i, (start, _) in enumerate(self.encoding.offsets) if start >= at), len(self.ids))
+
+
 class Template:
     """The tokenizer and chat template of a target's folder."""
 
@@ -60,7 +79,7 @@ class Template:
                 do="fetch the target again; a template guessed here would differ from the server's",
             )
         self._folder, self._arguments, self._date = folder, dict(arguments), date
-        self._backend = self.tokenizer.backend_tokenizer
+        self._backend, self._bos = self.tokenizer.backend_tokenizer, self.tokenizer.bos_token_id
         self._added = {i: str(token) for i, token in self.tokenizer.added_tokens_decoder.items()}
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         self.special = sorted({*special, *filter(None, self.tokenizer.all_special_tokens)})
@@ -90,15 +109,15 @@ class Template:
         """Whether the template has `{% generation %}` blocks."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", self._source(tools)) is not None
 
-    def encode(self, text: str) -> Any:
-        """A tokenizers.Encoding of rendered text; no special tokens are added.
+    def encode(self, text: str) -> Encoded:
+        """Rendered text as tokens; no special tokens are added.
 
         Raises:
             DataError: it opens with two beginning-of-sequence tokens.
         """
         encoding = self._backend.encode(text, add_special_tokens=False)
-        bos = self.tokenizer.bos_token_id
-        if bos is not None and (opening := encoding.ids[:2]) == [bos, bos]:
+        ids = encoding.ids
+        if self._bos is not None and (opening := ids[:2]) == [self._bos, self._bos]:
             raise DataError(
                 "A rendered conversation starts with two BOS tokens",
                 where="the target's chat template",
@@ -106,31 +125,22 @@ class Template:
                 got=f"ids {opening}",
                 do="mend the template of the target",
             )
-        return encoding
+        return Encoded(ids, encoding)
 
-    def boundary(self, encoding: Any, before: str) -> int | None:
-        """How many tokens of `encoding` are those of its opening text `before` alone; None when the two part elsewhere.
+    def boundary(self, encoded: Encoded, before: str) -> int | None:
+        """How many tokens of `encoded` are those of its opening text `before` alone; None when the two part elsewhere.
 
         Only the text behind the last added token is tokenised again: added tokens cut text, so nothing before them can
         depend on what comes after.
         """
-        ids, at = encoding.ids, len(before)
-        count = self.tokens_before(encoding, at)
+        ids = encoded.ids
+        count = encoded.tokens_before(len(before))
         last = next((i for i in range(count - 1, -1, -1) if ids[i] in self._added), None)
         if last is None:
             alone = self._backend.encode(before, add_special_tokens=False).ids
             return count if alone == ids[:count] else None
-        tail = before[encoding.token_to_chars(last)[1] :]
+        tail = before[encoded.span(last)[1] :]
         return count if self._tail(ids[last], tail) == ids[last + 1 : count] else None
-
-    @staticmethod
-    def tokens_before(encoding: Any, at: int) -> int:
-        """How many tokens start before character `at`. Characters that no token claims (trimmed spaces) are stepped over."""
-        token = encoding.char_to_token(at)
-        if token is not None:
-            return token if encoding.token_to_chars(token)[0] >= at else token + 1
-        starts = [start for start, _ in encoding.offsets]
-        return next((i for i, start in enumerate(starts) if start >= at), len(starts))
 
     @cached_property
     def knows(self) -> Knows:

@@ -56,7 +56,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def client(url: str, **changes: Any) -> ServerAnswers:
     shipped: dict[str, Any] = {
-        "base_url": url, "model": "tiny", "concurrency": 6, "timeout_s": 5.0, "retries": 4, "max_new_tokens": 10,
+        "base_url": url, "model": "tiny", "concurrency": 6, "timeout_s": 60.0, "retries": 4, "max_new_tokens": 10,
         "temperature": 0.0, "seed": 7, "end_ids": frozenset({2}), "end_id": 2, "may_retokenise": False,
         "encode": lambda text: (),
     }  # fmt: skip
@@ -72,15 +72,15 @@ def test_answers_are_the_engines_own_through_every_passing_fault(
             5: (500, {}, b"boom"),
             7: "cut",
             9: (503, {"Retry-After": formatdate(time.time() + 1, usegmt=True)}, {}),
-            11: "0.9",
+            11: "2.5",
             13: (200, {}, b"<html>no completion</html>"),
             15: (200, {}, {"choices": [{"finish_reason": "abort", "text": ""}]}),
         }.get(number)
 
     with serve(Completions(folder, fault)) as server:
-        answers = answer_all(prompts, client(server.url, timeout_s=0.6), SETTINGS, tmp_path, 1)
+        answers = answer_all(prompts, client(server.url, timeout_s=2.0), SETTINGS, tmp_path, 1)
     assert answers == expected
-    assert len(server.asked) == len(prompts) + 7 and server.most >= 2
+    assert len(server.asked) >= len(prompts) + 7 and server.most >= 2
     counts = outcomes(answers, frozenset({2}))
     assert sum(counts.values()) == len(prompts) == counts["answered"] + counts["capped"] + counts["empty"]
 
