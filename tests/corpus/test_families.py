@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from stages.contracts.errors import DataError, ParamsError
-from stages.corpus.items import RowFault
+from stages.contracts.params import Source
+from stages.corpus.items import Item, RowFault
 from stages.corpus.rendering import Rendered, Renderer
+from stages.corpus.sources import Reading
 from tests.corpus.families import (
     CHATML,
     DEEPSEEK_R1,
@@ -119,13 +121,12 @@ def test_no_conversation_opens_with_two_bos_and_the_tokenizer_adds_none(
 def test_arguments_of_a_call_as_text_and_as_object_give_the_same_ids_and_nothing_is_dropped(
     family: Family, tmp_path: Path
 ) -> None:
-    from stages.corpus.conversations import json_lines
-    from stages.corpus.items import Item
-
     renderer = renderer_of(tmp_path, family, empty_reasoning="keep")
     lines = [[user("add"), called(a, content=None), RESULT, said("done")] for a in ('{"a": 1}', {"a": 1})]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in lines))
-    as_text, as_object = (i for i in json_lines(str(tmp_path / "*.jsonl")) if isinstance(i, Item))
+    told = {"name": "s", "kind": "jsonl", "domain": "d", "licence": "l", "answers": "given", "limit": 9}
+    source = Source.model_validate({**told, "path": str(tmp_path / "chats.jsonl")})
+    as_text, as_object = (item for item in Reading(source, 7, 99) if isinstance(item, Item))
     if family is GEMMA:  # its template takes no results at all
         with pytest.raises(RowFault, match="template refuses: Conversation roles must alternate"):
             renderer.given(as_text.messages)
