@@ -1,9 +1,9 @@
 """On-policy answers: the target's own continuation of every prompt, kept as it comes so that a killed run resumes.
 
 Answers are kept by content: a folder a generation setting, in it one append-only file a worker, a line an answer:
-[prompt id, finish, ids, digest of the three]; a refusal has why in place of its ids. What a crash cut off, or what
-changed since it was written, is generated again, and so is what failed in passing. How tokens are made is handed in as
-an `Answerer`; this file knows no engine.
+[prompt id, finish, ids, digest of the three]. What a crash cut off, or what changed since it was written, is generated
+again, and so is what was refused or failed: the engine may have been mended. How tokens are made is handed in as an
+`Answerer`; this file knows no engine.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def answer_all(
     folder = cache / digest(canonical(dict(settings)))[7:23]
     write_whole(folder / "settings.json", canonical(dict(settings)))
     known, unfit = _read(folder)
-    failed: dict[str, Generated] = {}
+    unanswered: dict[str, Generated] = {}
     missing = sorted((p for p in prompts.items() if p[0] not in known), key=lambda p: (-len(p[1]), p[0]))
     if unfit:
         told = f"lines cut off or changed: {unfit} passed over; answers to generate: {len(missing)}"
@@ -86,12 +86,12 @@ def answer_all(
     if missing:
         with progress(len(missing), "answers", "prompts") as advance:
             if workers == 1 or len(missing) == 1:
-                _work(answerer, missing, folder / "worker-0.jsonl", advance, failed)
+                _work(answerer, missing, folder / "worker-0.jsonl", advance, unanswered)
             else:
                 _share(answerer, missing, folder, min(workers, len(missing)), advance)
         known, _ = _read(folder)
-    absent = [p for p in prompts if p not in known and p not in failed]
-    _demand_few(failed, len(prompts), max_failed_share, folder)
+    absent = [p for p in prompts if p not in known and p not in unanswered]
+    _demand_few(unanswered, len(prompts), max_failed_share, folder)
     if absent:
         raise EngineError(
             "The engine left prompts without an answer",
@@ -100,7 +100,7 @@ def answer_all(
             got=f"{len(absent)} missing, the first {absent[0]}",
             do="run it again; answers that are there are kept",
         )
-    return {p: known[p] if p in known else failed[p] for p in prompts}
+    return {p: known[p] if p in known else unanswered[p] for p in prompts}
 
 
 def outcomes(answers: Mapping[str, Generated], end_ids: frozenset[int]) -> dict[str, int]:
@@ -116,8 +116,9 @@ def outcomes(answers: Mapping[str, Generated], end_ids: frozenset[int]) -> dict[
     return counts
 
 
-def _demand_few(failed: Mapping[str, Generated], asked: int, max_share: float, folder: Path) -> None:
-    """Raises EngineError when more prompts stayed without an answer than may."""
+def _demand_few(unanswered: Mapping[str, Generated], asked: int, max_share: float, folder: Path) -> None:
+    """Raises EngineError when more prompts failed than may."""
+    failed = {prompt: answer for prompt, answer in unanswered.items() if answer.finish == "failed"}
     if len(failed) > max_share * asked:
         prompt, first = next(iter(failed.items()))
         raise EngineError(
@@ -150,9 +151,9 @@ def _parse(line: bytes) -> tuple[str, Generated] | None:
             case [str() as prompt, ("stop" | "length") as finish, list() as ids, str() as told]:
                 whole = all(type(i) is int for i in ids) and told == _line_digest(prompt, finish, ids)
                 return (prompt, Generated(tuple(ids), finish)) if whole else None
-            case [str() as prompt, ("refused" | "mismatched") as finish, str() as detail, str() as told]:
-                whole = told == _line_digest(prompt, finish, detail)
-                return (prompt, Generated((), finish, detail)) if whole else None
+            case [str() as prompt, "mismatched", str() as detail, str() as told]:
+                whole = told == _line_digest(prompt, "mismatched", detail)
+                return (prompt, Generated((), "mismatched", detail)) if whole else None
     except (ValueError, RecursionError):
         pass
     return None
@@ -169,9 +170,9 @@ def _work(
     prompts: Sequence[Prompt],
     path: Path,
     told: Callable[[int, str], None],
-    failed: dict[str, Generated],
+    unanswered: dict[str, Generated],
 ) -> None:
-    """Answer `prompts`, append each answer to `path` and tell of it; what failed is kept in memory alone."""
+    """Answer `prompts`, append each answer to `path` and tell of it; refusals and failures go to `unanswered` alone."""
     cut = path.exists() and not path.read_bytes().endswith(b"\n")
     tokens = 0
     with path.open("a", encoding="utf-8") as file:
@@ -179,15 +180,15 @@ def _work(
 
         def on_answer(prompt: str, ids: tuple[int, ...], finish: Finish, detail: str = "") -> None:
             nonlocal tokens
-            if finish == "failed":
-                failed[prompt] = Generated((), finish, detail)
+            if finish in ("refused", "failed"):
+                unanswered[prompt] = Generated((), finish, detail)
             else:
                 said = detail if finish in UNANSWERED else list(ids)
                 line = [prompt, finish, said, _line_digest(prompt, finish, said)]
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
                 file.flush()
             tokens += len(ids)
-            told(1, f"{tokens} tokens" + (f", {len(failed)} failed" if failed else ""))
+            told(1, f"{tokens} tokens" + (f", {len(unanswered)} unanswered" if unanswered else ""))
 
         answerer(prompts, on_answer)
 

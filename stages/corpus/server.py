@@ -27,6 +27,8 @@ KEY_VARIABLE = "DRAFTLINE_API_KEY"
 FIRST_WAIT_S, LONGEST_WAIT_S, LONGEST_RETRY_AFTER_S = 0.5, 30.0, 300.0
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 _SYSTEMATIC = {401: "the key in " + KEY_VARIABLE, 403: "the key in " + KEY_VARIABLE, 404: "base_url and model"}
+_WORDS = {"failed": "The server answers nothing any more", "refused": "The server refuses every prompt"}
+_PATIENCE = {"failed": 0, "refused": 16}  # prompts in a row beyond those under way at once
 _SHOWN = 300  # characters of a server's words
 
 
@@ -60,7 +62,7 @@ class ServerAnswers:
     may_retokenise: bool
     encode: Callable[[str], Sequence[int]]
     _not_before: float = field(default=0.0, init=False)
-    _failed_in_a_row: int = field(default=0, init=False)
+    _in_a_row: dict[str, int] = field(default_factory=dict, init=False)
 
     def __call__(self, prompts: Sequence[Prompt], on_answer: OnAnswer) -> None:
         """Ask for all prompts and report each answer as it comes.
@@ -91,15 +93,17 @@ class ServerAnswers:
                     group.create_task(work())
 
     def _note(self, answer: Generated) -> None:
-        """Raises EngineError when more requests in a row failed than are under way at once: the server is gone."""
-        self._failed_in_a_row = self._failed_in_a_row + 1 if answer.finish == "failed" else 0
-        if self._failed_in_a_row > self.concurrency:
+        """Raises EngineError when more prompts in a row failed, or were refused, than are under way at once: the server is
+        gone, or will take none of them."""
+        count = self._in_a_row.get(answer.finish, 0) + 1
+        self._in_a_row = {answer.finish: count} if answer.finish in _WORDS else {}
+        if answer.finish in _WORDS and count > self.concurrency + _PATIENCE[answer.finish]:
             raise EngineError(
-                "The server answers nothing any more",
+                _WORDS[answer.finish],
                 where=self.base_url,
                 expected="an answer now and then",
-                got=f"{self._failed_in_a_row} prompts failed in a row, the last: {answer.detail}",
-                do="start it again, then run this again; answers that are there are kept",
+                got=f"{count} prompts in a row without one, the last: {answer.detail}",
+                do="mend the server or its settings, then run this again; answers that are there are kept",
             )
 
     async def _ask(self, client: httpx.AsyncClient, prompt: str, ids: tuple[int, ...]) -> Generated:

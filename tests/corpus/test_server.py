@@ -111,7 +111,7 @@ def test_sampling_goes_by_the_prompts_own_seed(folder: Path, prompts: dict[str, 
     assert warm[0] == warm[1] != other
 
 
-def test_a_refusal_is_kept_with_its_reason_and_not_asked_again(
+def test_a_refusal_is_told_with_its_reason_and_asked_again_by_the_next_run_alone(
     folder: Path, prompts: dict[str, Ids], expected: dict[str, Generated], tmp_path: Path
 ) -> None:
     refused = prompts["p03"]
@@ -126,9 +126,10 @@ def test_a_refusal_is_kept_with_its_reason_and_not_asked_again(
 
     with serve(Completions(folder, fault, filtered)) as server:
         answers = answer_all(prompts, client(server.url), SETTINGS, tmp_path, 1)
-        first = len(server.asked)
+        assert len(server.asked) == len(prompts) and 2 <= server.most <= 6
+        server.asked.clear()
         assert answer_all(prompts, client(server.url), SETTINGS, tmp_path, 1) == answers
-    assert len(server.asked) == first == len(prompts) and 2 <= server.most <= 6
+    assert set(server.asked) == {prompts["p03"], prompts["p05"]} and len(server.asked) == 2
     assert answers["p03"] == Generated((), "refused", 'HTTP 400: {"error": "too long"}')
     assert answers["p05"] == Generated((), "refused", "content_filter")
     rest = {p: a for p, a in answers.items() if p not in ("p03", "p05")}
@@ -161,6 +162,17 @@ def test_a_server_that_is_gone_stops_the_run_before_every_prompt_has_failed(
 ) -> None:
     with pytest.raises(EngineError, match=r"answers nothing any more[\s\S]*ConnectError"):
         answer_all(prompts, client("http://127.0.0.1:9/v1", retries=1), SETTINGS, tmp_path, 1)
+
+
+def test_a_server_that_refuses_every_prompt_stops_the_run_and_mended_it_is_asked_again(
+    folder: Path, prompts: dict[str, Ids], expected: dict[str, Generated], tmp_path: Path
+) -> None:
+    with serve(Completions(folder, lambda number, prompt: (400, {}, {"error": "context of 16 tokens"}))) as server:
+        with pytest.raises(EngineError, match=r"refuses every prompt[\s\S]*context of 16 tokens"):
+            answer_all(prompts, client(server.url, concurrency=2), SETTINGS, tmp_path, 1)
+        assert len(server.asked) < len(prompts)
+        server.fault = lambda number, prompt: None
+        assert answer_all(prompts, client(server.url), SETTINGS, tmp_path, 1) == expected
 
 
 def test_a_wrong_key_stops_at_once_and_the_key_is_told_nowhere(
