@@ -39,6 +39,14 @@ from stages.contracts.manifest import (
 )
 from stages.contracts.params import Params, load_params
 from stages.contracts.progress import progress
+from stages.contracts.quality import (
+    ACCEPTED_DATASET,
+    PREPARED_QUALITY,
+    AcceptedDataset,
+    PreparedQuality,
+    accept,
+    earlier_than,
+)
 from stages.contracts.release import current_record
 from stages.contracts.report import GateName, GateReport, evidence_digests, report_path
 from stages.corpus.rendering import Renderer
@@ -46,7 +54,7 @@ from stages.gates import deployment, extraction, training
 from stages.gates._joined import Stored, always_there, blank_folder, chain, coverage, join_rows
 from stages.gates._judge import Table, judge, summary
 from stages.reporting.page import write_page
-from stages.targets import identify_target, load_target, locate_target
+from stages.targets import expect_rows, identify_target, locate_target, open_target
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -65,6 +73,7 @@ def gather_extraction(params: Params) -> Gathered:
     import pandas as pd
 
     manifest = PreparedManifest.read(PREPARED_MANIFEST)
+    quality = PreparedQuality.read(PREPARED_QUALITY)
     folder = locate_target(params.target.origin)
     renderer = Renderer(folder, params.prepare.rendering)
     evidence = extraction.Evidence(
@@ -87,6 +96,8 @@ def gather_extraction(params: Params) -> Gathered:
         target=identify_target(folder, params.target.name),
         template_prefix=renderer.opening(),
         bos_id=renderer.bos_id,
+        quality=quality,
+        earlier=earlier_than(quality, accepted_dataset()),
     )
     try:
         tables = extraction.tables(evidence, params)
@@ -97,6 +108,11 @@ def gather_extraction(params: Params) -> Gathered:
         name, recorded, found = other.iloc[0][["file", "recorded", "found"]]
         raise _damaged(Path(name), recorded, found) from error
     return "prepared rows", manifest.digest(), tables
+
+
+def accepted_dataset() -> AcceptedDataset | None:
+    """The rows that gate-extraction let pass last."""
+    return AcceptedDataset.read(ACCEPTED_DATASET) if ACCEPTED_DATASET.exists() else None
 
 
 def _damaged(path: Path, expected: str, got: str) -> DataError:
@@ -162,7 +178,8 @@ def gather_training(params: Params) -> Gathered:
     vocabulary = load_file(MERGED / "vocabulary.safetensors")
     target_ids = np.arange(len(vocabulary["d2t"])) + vocabulary["d2t"]
     marked = frozenset(np.flatnonzero(vocabulary["t2d"]).tolist())
-    target = load_target(folder, params.target.device, params.target.dtype).pack()
+    target, held = open_target(folder, params.target.device, params.target.dtype, params.gates.training.target_load)
+    print(f"gate-training: {held}", file=sys.stderr, flush=True)
     greedy = prepared.temperature == 0
     chosen = choose_rows(store, merged.folders, stored, params)
     slots, last = probe(target, chosen, params, greedy)
@@ -275,6 +292,8 @@ def probe(
     slots: list[dict[str, Any]] = []
     norms: list[tuple[str, NormProbe]] = []
     with progress(sum(map(len, rows.values())), "gate-training: target run again", "rows") as advance:
+        ids = [row.input_ids[:PROBE_TOKENS] for members in rows.values() for row in members]
+        expect_rows(target, ids, lambda layers: advance(0, f"layer {layers} of {target.config.layers}"))
         for folder, members in rows.items():
             probes = probe_rows(target, members, params.capture.points, PROBE_TOKENS)
             slots += [{**vars(s), "folder": folder, "slot": f"{folder} slot {s.slot}"} for s in probes]
@@ -415,6 +434,8 @@ def main() -> None:
     if gate == "deployment":
         report = report.model_copy(update={"evidence": evidence_digests()})
     report.write(report_path(gate))
+    if gate == "extraction" and report.success:
+        accept(PreparedQuality.read(PREPARED_QUALITY), accepted_dataset()).write(ACCEPTED_DATASET)
     if gate == "deployment" or not report.success:
         write_page()
     print(summary(report))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from stages.contracts.params import Params, Target, load_params
 from stages.corpus.answers import Generated, OnAnswer, Prompt, answer_all, outcomes
 from stages.corpus.gather import Gathered, gather
 from stages.corpus.prepared import table, write_prepared
+from stages.corpus.ready import ReadyRows
 from stages.corpus.rendering import Renderer
 from stages.corpus.server import ServerAnswers, demand_same_rendering
 from stages.targets import identify_target, load_target, locate_target
@@ -112,8 +115,8 @@ def regenerate(
     for prompt, answer in answers.items():
         if answer.finish == "stop" and renderer.only_reasons(prompts[prompt], answer.ids):
             answers[prompt] = Generated((), "empty", "only reasoning")
-    counts = outcomes(answers, renderer.end_ids)
-    print("answers:", ", ".join(f"{n} {what}" for what, n in counts.items() if n), file=sys.stderr)
+    if counts := {what: n for what, n in outcomes(answers, renderer.end_ids).items() if n}:
+        print("answers:", ", ".join(f"{n} {what}" for what, n in counts.items()), file=sys.stderr)
     return answers
 
 
@@ -160,6 +163,13 @@ def server_answers(params: Params, folder: Path, renderer: Renderer) -> ServerAn
     )
 
 
+@contextlib.contextmanager
+def _spool(folder: Path) -> Iterator[Path]:
+    """Room for what is read until it is written; it stands within the folder being made, so that no crash leaves it."""
+    yield folder
+    shutil.rmtree(folder)
+
+
 def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost a factor of 6 beside any other load
     params = load_params()
@@ -167,12 +177,10 @@ def main() -> None:
     check_target(folder, params.target)
     identity = identify_target(folder, params.target.name)
     renderer = Renderer(folder, params.prepare.rendering)
-    gathered, apart = gather(params.prepare, renderer)
-    answers = regenerate(params, folder, identity, gathered, renderer)
-    with whole_folder(PREPARED) as aside:
-        manifest = write_prepared(
-            aside, gathered, apart, answers, params.prepare, identity, renderer.end_ids, renderer.text
-        )
+    with whole_folder(PREPARED) as aside, _spool(aside / "spool") as spool:
+        corpus = gather(params.prepare, renderer, ReadyRows(folder), spool)
+        answers = regenerate(params, folder, identity, corpus.gathered, renderer)
+        manifest = write_prepared(aside, corpus, answers, params.prepare, identity, renderer.end_ids, renderer.text)
     print(table(manifest))
 
 

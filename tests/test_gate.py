@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from stages import extract, gate, merge
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
@@ -25,7 +27,7 @@ from stages.contracts.manifest import (
 from stages.contracts.report import GateName, GateReport, report_path
 from stages.reporting.page import PAGE
 from stages.targets import identify_target
-from tests import tiny
+from tests import latent, tiny
 from tests.gates import passing
 from tests.line import SOURCES, write_params, write_prepared
 
@@ -49,7 +51,10 @@ def failed(report: GateReport) -> dict[str, str]:
 @pytest.fixture
 def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny line with prepared rows, in the current folder."""
-    folder = tiny.make_target(tmp_path / "target")
+    return lay_line(tmp_path, tiny.make_target(tmp_path / "target"), monkeypatch)
+
+
+def lay_line(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sources = [
         {
             "name": s.name,
@@ -103,6 +108,45 @@ def test_a_good_line_passes_both_gates_with_reports_bound_to_their_subjects(
     judge(monkeypatch, "training")
     assert report_path("training").read_bytes() == before, "equal inputs, equal bytes"
     assert not PAGE.exists(), "the page is gate-deployment's output; an earlier gate that passes leaves it alone"
+
+
+def hold_target(line: Path, load: str) -> None:
+    raw = json.loads((line / "params.yaml").read_text())
+    raw["gates"]["training"]["target_load"] = load
+    (line / "params.yaml").write_text(json.dumps(raw))
+
+
+def test_a_target_left_in_its_files_proves_the_layers_as_well_and_the_gate_says_how_it_was_held(
+    line: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture(monkeypatch)
+    for load, words in (
+        ("whole", "held whole, as params.yaml says"),
+        ("layer_by_layer", "read layer by layer, as params.yaml says"),
+        ("auto", "held whole, by size"),
+    ):
+        hold_target(line, load)
+        assert failed(judge(monkeypatch, "training")) == {}
+        assert f"gate-training: the target is {words}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["llama", "kimi_k25"])
+def test_a_shift_is_named_by_a_target_left_in_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Kimi's is latent attention and a mixture of experts, in a file a layer."""
+    folder = tiny.make_target(tmp_path / "target")
+    if family == "kimi_k25":
+        latent.make_target(folder, family, rope_scaling=latent.YARN)
+        latent.shard(folder, load_file(folder / "model.safetensors"), tiny.LAYERS)
+    hold_target(lay_line(tmp_path, folder, monkeypatch), "layer_by_layer")
+    capture(monkeypatch)
+    assert failed(judge(monkeypatch, "training")) == {}
+    shutil.rmtree(tmp_path / "data/hidden_states")
+    shutil.rmtree(tmp_path / ".cache")
+    capture(monkeypatch, (2, 4, 6))
+    found = failed(judge(monkeypatch, "training"))
+    assert "every slot is shifted by +1 layer" in found["of all the target's points, the nearest is the claimed one"]
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def probe_norm(target: Decoder, rows: Sequence[ProbeRow], max_tokens: int = _MAX
         normed = F.rms_norm(own, (own.shape[-1],), target.norm, target.config.eps)
         apart.append(torch.stack([_relative(stored, own), _relative(stored, normed)], -1))
         asked = row.loss_mask[1:max_tokens].bool().nonzero()[:, 0].to(target.device)
-        label, read = ids[1:][asked], stored[asked].to(target.embedding.dtype)
+        label, read = ids[1:][asked], stored[asked].to(target.dtype)
         readings = target.logits(read), target.head(read).float(), target.logits(own[asked])
         for i, logits in enumerate(readings):
             hits[i] += int((logits.argmax(-1) == label).sum())

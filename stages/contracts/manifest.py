@@ -40,7 +40,8 @@ class PreparedSource(Fact):
     """One folder data/prepared/<name>/rows.parquet.
 
     `rows_read == rows + sum(rejects.values()) - extra_rows`: nothing is dropped without a reason counted here. extra_rows
-    are those beyond the first of conversations whose history the template rewrites; left out where there are none.
+    are those beyond the first of conversations whose history the template rewrites; shapes counts what the rows of files
+    were. Both are left out where there are none.
     """
 
     name: str
@@ -60,6 +61,7 @@ class PreparedSource(Fact):
     rejects: dict[str, int]
     rows_digest: str
     extra_rows: int = Field(default=0, exclude_if=lambda rows: rows == 0)
+    shapes: dict[str, int] = Field(default_factory=dict, exclude_if=lambda shapes: not shapes)
 
 
 class PreparedManifest(Fact):
@@ -82,7 +84,10 @@ class PreparedManifest(Fact):
 
 class CaptureSpec(Fact):
     """All that decides the bytes of a stored state, beside the row itself. code_digest: of the code that runs the target
-    and lays its states out; states that an old fault in it made wrong are not served to its mended successor."""
+    and lays its states out; states that an old fault in it made wrong are not served to its mended successor.
+
+    Of states adopted from another tool's store (`engine` says so) it digests that store and the code that reads it;
+    weights_digest and compute_dtype are then what they are held to, which gate-training proves by value."""
 
     weights_digest: str
     code_digest: str

@@ -13,6 +13,8 @@ import numpy as np
 
 from stages.contracts.manifest import PreparedManifest, TargetIdentity, renewal
 from stages.contracts.params import Params
+from stages.contracts.quality import AcceptedDataset, PreparedQuality, digest_of_rows
+from stages.gates._extraction_quality import quality
 from stages.gates._judge import Expectation, Table, among, between, same, unique
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ class Evidence:
         target: the target on this disk.
         template_prefix: token ids with which the target's template opens any conversation.
         bos_id: the tokenizer's beginning-of-sequence id, when it has one.
+        quality: data/prepared/quality.json.
+        earlier: the rows accepted before these; None before the first.
     """
 
     manifest: PreparedManifest
@@ -40,10 +44,12 @@ class Evidence:
     target: TargetIdentity
     template_prefix: tuple[int, ...]
     bos_id: int | None
+    quality: PreparedQuality
+    earlier: AcceptedDataset | None = None
 
 
 def tables(evidence: Evidence, params: Params) -> list[Table]:
-    """Tables files, target, rows, sources, splits; the order in which a person mends things."""
+    """Tables files, target, rows, sources, splits, quality; the order in which a person mends things."""
     facts = row_facts(evidence)
     return [
         _files(evidence.files),
@@ -51,6 +57,7 @@ def tables(evidence: Evidence, params: Params) -> list[Table]:
         Table("rows", facts, "row_id", _row_expectations(evidence, params)),
         _sources(evidence, facts, params),
         _splits(evidence, facts, params),
+        quality(evidence.quality, evidence.earlier, digest_of_rows(evidence.manifest), params.gates.extraction),
     ]
 
 
