@@ -51,6 +51,7 @@ from stages.contracts.quality import (
 )
 from stages.contracts.release import current_record
 from stages.contracts.report import GateName, GateReport, evidence_digests, report_path
+from stages.corpus.rendering import Renderer
 from stages.gates import deployment, extraction, training
 from stages.gates._joined import Stored, always_there, blank_folder, chain, coverage, join_rows
 from stages.gates._judge import Table, judge, summary
@@ -76,7 +77,7 @@ def gather_extraction(params: Params) -> Gathered:
     manifest = PreparedManifest.read(PREPARED_MANIFEST)
     quality = PreparedQuality.read(PREPARED_QUALITY)
     folder = locate_target(params.target.origin)
-    prefix, bos = template_opening(folder)
+    renderer = Renderer(folder, params.prepare.rendering)
     evidence = extraction.Evidence(
         manifest=manifest,
         rows=prepared_rows(manifest),
@@ -95,8 +96,8 @@ def gather_extraction(params: Params) -> Gathered:
             ]
         ),
         target=identify_target(folder, params.target.name),
-        template_prefix=prefix,
-        bos_id=bos,
+        template_prefix=renderer.opening(),
+        bos_id=renderer.bos_id,
         quality=quality,
         earlier=earlier_than(quality, accepted_dataset()),
     )
@@ -155,25 +156,6 @@ def prepared_rows(manifest: PreparedManifest) -> DataFrame:
     if not frames:
         raise DataError("There are no prepared rows", where=str(PREPARED), do="run `dvc repro prepare`")
     return pd.concat(frames, ignore_index=True)
-
-
-def template_opening(folder: Path) -> tuple[tuple[int, ...], int | None]:
-    """The ids that every conversation opens with, whatever it says, and the BOS id."""
-    from jinja2.exceptions import TemplateError
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "Zero."}
-    openings: list[list[int]] = []
-    for messages in ([user], [{"role": "user", "content": "Why?"}], [system, user]):
-        try:
-            openings.append(tokenizer.apply_chat_template(messages, return_dict=False))
-        except TemplateError:  # a template without a system role says so in this way
-            continue
-    common = 0
-    while all(len(o) > common for o in openings) and len({o[common] for o in openings}) == 1:
-        common += 1
-    return tuple(openings[0][:common]), tokenizer.bos_token_id
 
 
 def gather_training(params: Params) -> Gathered:

@@ -115,6 +115,14 @@ def demand_same_line(params: Params, record: DraftRecord, merged: MergedManifest
     pairs = (
         ("the draft's weights", str(DRAFT), record.weights_digest, file_digest(DRAFT / "model.safetensors"), "train"),
         ("the target's weights", "target.origin", record.target.weights_digest, target.weights_digest, "prepare"),
+        ("the target's tokenizer", "target.origin", record.target.tokenizer_digest, target.tokenizer_digest, "prepare"),
+        (
+            "the target's chat template",
+            "target.origin",
+            record.target.template_digest,
+            target.template_digest,
+            "prepare",
+        ),
         ("the merged rows", str(MERGED_MANIFEST), record.merged_digest, merged.digest(), "train"),
         ("the prepared rows", str(PREPARED_MANIFEST), merged.prepared_digest, prepared.digest(), "extract"),
     )

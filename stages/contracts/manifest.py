@@ -66,13 +66,17 @@ class PreparedSource(Fact):
 
 
 class PreparedManifest(Fact):
-    """data/prepared/prepared.json."""
+    """data/prepared/prepared.json. answered_by: the engine of the regenerated answers, and under which name a server knew the
+    target; template_arguments: what the server has to give the template, beside the date if it writes one; both left out
+    where they say nothing."""
 
     version: Literal[1] = 1
     target: TargetIdentity
     seed: int
     temperature: float
     max_new_tokens: int
+    answered_by: str = Field(default="in_process", exclude_if=lambda engine: engine == "in_process")
+    template_arguments: dict[str, Any] = Field(default_factory=dict, exclude_if=lambda arguments: not arguments)
     sources: tuple[PreparedSource, ...]
     out_of_distribution_prompts: int
     out_of_distribution_digest: str
