@@ -242,7 +242,7 @@ def test_a_full_disk_is_told_before_anything_is_computed(
     here: Path, through: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(extract.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(forecast.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(Refusal, match="do not fit on this disk"):
         extract.main()
     assert through == [] and "30 rows (" in capsys.readouterr().err
