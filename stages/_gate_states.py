@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.contracts.errors import DataError
 from stages.contracts.files import file_digest
-from stages.contracts.manifest import HIDDEN_STATES, CapturedFolder
+from stages.contracts.manifest import HIDDEN_STATES, CapturedFolder, CaptureSpec
 from stages.contracts.params import Params
 from stages.contracts.progress import progress
 from stages.gates._joined import Stored, blank_folder
@@ -16,7 +16,8 @@ from stages.gates._joined import Stored, blank_folder
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from stages.capture.probe import NormProbe, ProbeRow
+    from stages.capture.norm_probe import NormProbe
+    from stages.capture.probe import ProbeRow
     from stages.capture.store import RowStore
     from stages.targets._decoder import Decoder
 
@@ -29,7 +30,8 @@ def look_at_folders(folders: Sequence[CapturedFolder], store: RowStore, rows: Da
     import pandas as pd
     import torch
 
-    from stages.capture.probe import ProbeRow, row_faults
+    from stages.capture.probe import ProbeRow
+    from stages.capture.row_faults import Seen, row_faults
     from stages.capture.store import ROWS
 
     wanted = {
@@ -38,6 +40,7 @@ def look_at_folders(folders: Sequence[CapturedFolder], store: RowStore, rows: Da
     }
     facts: list[dict[str, Any]] = []
     stored: Stored = {}
+    seen = Seen()
     with progress(sum(f.tokens for f in folders), "gate-training: stored states", "tokens") as advance:
         for f in folders:
             fact, path = blank_folder(f), store.root / f.name / ROWS
@@ -52,7 +55,7 @@ def look_at_folders(folders: Sequence[CapturedFolder], store: RowStore, rows: Da
             fact |= {"found_config": opened.config.digest(), "capture": spec.digest(), "slots": S, "width": H}
             fact |= {"rows_stored": len(opened), "tokens_stored": T, "dtype": _dtype(opened.states)}
             members = (ProbeRow(r, *(opened.row(i)[n] for n in (1, 2, 0))) for i, r in enumerate(opened.config.row_ids))
-            for i, fault in enumerate(row_faults(f.name, members, wanted)):
+            for i, fault in enumerate(row_faults(f.name, members, wanted, seen)):
                 at = {"row_in_folder": i, "offset": int(opened.offsets[i])}
                 stored.setdefault(fault.row_id, []).append({**vars(fault), **at})
             advance(f.tokens)
@@ -107,19 +110,24 @@ def _shape_of(store: RowStore, folder: str) -> tuple[int, ...]:
 
 
 def probe(
-    target: Decoder, rows: dict[str, list[ProbeRow]], params: Params, greedy: bool
+    target: Decoder, rows: dict[str, list[ProbeRow]], capture: CaptureSpec, params: Params, greedy: bool
 ) -> tuple[DataFrame, dict[str, Any]]:
     """Each slot of each folder against every point of the target, and the last state before and after the final norm."""
     import pandas as pd
 
-    from stages.capture.probe import probe_norm, probe_rows
+    from stages.capture.margins import coarser, margin_of
+    from stages.capture.norm_probe import probe_norm
+    from stages.capture.probe import probe_rows
 
     slots: list[dict[str, Any]] = []
+    limit = margin_of(capture.stored_dtype, coarser(capture.compute_dtype, params.target.dtype)).p99
     norms: list[tuple[str, NormProbe]] = []
     with progress(sum(map(len, rows.values())), "gate-training: target run again", "rows") as advance:
         for folder, members in rows.items():
             probes = probe_rows(target, members, params.capture.points, PROBE_TOKENS)
-            slots += [{**vars(s), "folder": folder, "slot": f"{folder} slot {s.slot}"} for s in probes]
+            slots += [
+                {**vars(s), "folder": folder, "slot": f"{folder} slot {s.slot}", "p99_limit": limit} for s in probes
+            ]
             norms += [(folder, probe_norm(target, [row], PROBE_TOKENS)) for row in members]
             advance(len(members), folder)
     return pd.DataFrame(slots), read_last(norms, greedy)

@@ -58,6 +58,20 @@ def _row_expectations() -> tuple[Expectation, ...]:
             do="remove the row's folder, then " + EXTRACT,
         ),
         among(
+            "equal_slots",
+            [0],
+            says="no slot of a row repeats another",
+            why="an engine that was given a layer twice hands it back twice, and the draft sees two points instead of three",
+            do="compare capture.points with the ids that the capturing engine was given, then " + EXTRACT,
+        ),
+        among(
+            "copy_of",
+            ["none"],
+            says="no two rows of other tokens have the same states",
+            why="states depend on every token before them; the same ones under other tokens are another request's",
+            do="remove the row's folder, then " + EXTRACT,
+        ),
+        among(
             "zero_states",
             [0],
             says="no token has a state of zeros",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stages.contracts.params import Params
 from stages.contracts.points import name_points
-from stages.gates._judge import Expectation, Table, between, same
+from stages.gates._judge import Expectation, Table, at_most, between, same
 from stages.gates._training_evidence import Evidence, capture_anew
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ def slots(evidence: Evidence, params: Params) -> Table:
         near = f"claims point {row['claimed_point']}, nearest is point {row['nearest_point']}"
         words.append(near if row["claimed_point"] == layers else f"{near} ({together[row['folder']]})")
     rows["words"] = words
+    rows["p99_words"] = [
+        f"99 of 100 positions keep to {p:.4f} of the target, precision explains {limit:g}"
+        for p, limit in zip(rows["claimed_p99_distance"], rows["p99_limit"], strict=True)
+    ]
     checks = _slot_expectations(evidence, params)
     if evidence.unprobed:  # said whether the check passes or not
         total = len(evidence.manifest.folders)
@@ -78,6 +82,14 @@ def _slot_expectations(evidence: Evidence, params: Params) -> tuple[Expectation,
             says="states agree with the target run again at the claimed point",
             why="bfloat16 storage alone measures 0.0016; more is other weights, another precision or another row",
             do="check that the target and its dtype are those of the capture, then " + again,
+        ),
+        at_most(
+            "claimed_p99_distance",
+            "p99_limit",
+            says="no part of a row lies farther from the target run again than precision explains",
+            why="a prefill that was cut or reordered leaves other states at some positions, which a median does not see",
+            do=again,
+            tell="p99_words",
         ),
         between(
             "margin",
