@@ -60,6 +60,31 @@ class Finding:
         return "\n".join([head, *(f"  {name}: {value}" for name, value in parts if value)])
 
 
+@dataclass(frozen=True, eq=False)
+class RowHead:
+    """The first tokens of a row, which no longer keeps the rest in memory."""
+
+    index: int | str
+    file: str
+    input_ids: Tensor
+    loss_mask: Tensor | None
+    aux: tuple[Tensor, ...]
+    last: Tensor | None
+
+
+def head_of(row: RowLike, tokens: int) -> RowLike:
+    """The row itself when it is no longer than `tokens`."""
+    if len(row.input_ids) <= tokens:
+        return row
+
+    def cut(part: Tensor) -> Tensor:
+        return part[:tokens].clone()
+
+    mask = None if row.loss_mask is None else cut(row.loss_mask)
+    last = None if row.last is None else cut(row.last)
+    return RowHead(row.index, row.file, cut(row.input_ids), mask, tuple(map(cut, row.aux)), last)
+
+
 def slots_of(row: RowLike) -> tuple[Tensor, ...]:
     """A row's states, a tensor [L, H] a slot, the last state behind the auxiliary ones."""
     return row.aux if row.last is None else (*row.aux, row.last)
