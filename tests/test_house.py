@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = {"corpus", "capture", "targets", "engines", "drafts", "acceptance", "gates", "reporting"}
+ROOMS = {"bridges", "corpus", "capture", "targets", "engines", "drafts", "acceptance", "gates", "reporting"}
 # Of the decoder a room may know the type, for its annotations alone.
 TYPES_ANY_ROOM_MAY_NAME = {"stages.targets._decoder"}
 HEAVY = {"torch", "transformers", "great_expectations", "pandas", "pyarrow", "safetensors", "gguf", "dvc"}
