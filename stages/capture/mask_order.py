@@ -45,7 +45,7 @@ class MaskOrder:
     Attributes:
         batch: B; 0 when the whole folder is smaller than a batch.
         starts: first number of each batch.
-        source: number of a file -> number of the file in which its mask stands.
+        source: number of a file -> number of the file in which its mask stands; -1: of one that a crash left unwritten.
         misplaced: files that hold another row's mask.
     """
 
@@ -91,20 +91,30 @@ _Block = tuple[int, int, int]  # first number, files there are, rows in the batc
 
 
 def _blocks(facts: dict[int, MaskFacts], first: int, last: int, batch: int, cut: bool) -> list[_Block] | None:
-    """Batches that explain every file from `first` to `last`; with `cut`, some of them may have lost their end."""
-    blocks: list[_Block] = []
-    at = first
-    while at <= last:
-        size = min(batch, last - at + 1)
-        block = next((b for b in _candidates(at, size, batch, cut) if _explains(facts, b)), None)
+    """Batches that explain every file from `first` to `last`; with `cut`, some of them may have lost their end. The longest
+    are tried first, and taken back where they leave something unexplained behind them."""
+    path: list[_Block] = []
+    waiting = [_candidates(first, last, batch, cut)]
+    hopeless: set[int] = set()
+    while waiting:
+        block = next(waiting[-1], None)
         if block is None:
-            return None
-        blocks.append(block)
-        at += block[1]
-    return blocks
+            waiting.pop()
+            if path:
+                hopeless.add(sum(path.pop()[:2]))
+            continue
+        after = block[0] + block[1]
+        if after in hopeless or not _explains(facts, block):
+            continue
+        path.append(block)
+        if after > last:
+            return path
+        waiting.append(_candidates(after, last, batch, cut))
+    return None
 
 
-def _candidates(at: int, size: int, batch: int, cut: bool) -> Iterator[_Block]:
+def _candidates(at: int, last: int, batch: int, cut: bool) -> Iterator[_Block]:
+    size = min(batch, last - at + 1)
     yield at, size, size
     if cut:
         yield from ((at, there, batch) for there in range(min(size, batch - 1), 0, -1))
@@ -130,7 +140,9 @@ def _order(facts: dict[int, MaskFacts], batch: int, blocks: list[_Block]) -> Mas
     source: dict[int, int] = {}
     owner: dict[int, int] = {}  # number of a file -> number of the file with the row whose mask it holds
     for at, there, rows in blocks:
-        source |= {at + k: at + row for k, row in enumerate(text_order(rows)[:there]) if at + k in facts}
+        for k, row in enumerate(text_order(rows)[:there]):
+            if at + k in facts:
+                source[at + k] = at + row if row < there else -1
         owner |= {at + k: at + place for k, place in enumerate(_place(rows)[:there]) if at + k in facts}
     wrong = [n for n, row in facts.items() if not row.in_place]
     proven = [n for n in wrong if owner[n] != n and owner[n] in facts]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stages.capture.findings import Finding, LastState, RowLike, slots_of
 from stages.capture.margins import REFUSED
-from stages.capture.probe import FIRST, apart
+from stages.capture.probe import FIRST, apart, high
 from stages.capture.row_probe import AGAIN
 
 if TYPE_CHECKING:
@@ -49,17 +49,12 @@ class KnownRows:
 
 
 def whose(
-    target: Decoder,
-    row: RowLike,
-    points: Sequence[int] | None,
-    last_state: LastState,
-    known: KnownRows,
-    max_tokens: int,
-) -> Finding:
-    """Name what a row of right length holds when it is near none of the target's points. points: of the auxiliary slots;
-    None where neither the store nor its other rows say them, and then there is nothing to compare with."""
-    if points is None:
-        return _nothing(row)
+    target: Decoder, row: RowLike, points: Sequence[int], last_state: LastState, known: KnownRows, max_tokens: int
+) -> Finding | None:
+    """Name whose states a row of right length holds when they are not, or not all, its own tokens'; None if it is not known.
+
+    Rows that begin alike, as chats do, have the same states as far as they do: only a fit at all positions counts.
+    """
     held, columns = _compared(target, row, points, last_state)
     slots = torch.stack([slot[:max_tokens].float() for slot in held], 1)
     own = _states(target, row.input_ids[:max_tokens], columns)
@@ -75,10 +70,11 @@ def whose(
             what, found = "A row holds another row's states", f"the states of {file} ({index})"
             expected = "the states of its own tokens; an engine that reorders a batch hands back another request's"
             return _finding(row, "wrong_row", what, expected, found, AGAIN, owner=index, owner_file=file)
-    return _nothing(row)
+    return None
 
 
-def _nothing(row: RowLike) -> Finding:
+def nobodys(row: RowLike) -> Finding:
+    """States that fit nothing."""
     what = "States fit no point of the target, for this row or another one known"
     found = f"nothing within {REFUSED:g}"
     do = "check that the target is the one that was captured: weights, revision, tokenizer; if it is, extract again"
@@ -143,7 +139,8 @@ def _all_after(close: Tensor) -> bool:
 def _fits(slots: Tensor, own: Tensor) -> bool:
     if len(slots) <= _LEAST_TOKENS:
         return False
-    return bool((apart(slots, own)[FIRST:].median(0).values < REFUSED).all())
+    far = apart(slots, own)[FIRST:]
+    return all(high(far[:, slot]) < REFUSED for slot in range(far.shape[-1]))
 
 
 def _foretold(target: Decoder, row: RowLike, last_state: LastState, max_tokens: int) -> Tensor | None:
