@@ -219,7 +219,7 @@ def test_a_row_of_which_a_part_is_another_rows_is_refused_and_its_folder_named(
     found = failed(judge(monkeypatch, "training"))
     words = found.pop("no part of a row lies farther from the target run again than precision explains")
     assert "rows_6-12 slot 0: 99 of 100 positions keep to" in words and "rows_0-6" not in words
-    assert "precision explains 0.008" in words
+    assert "precision explains 0.008" in words and "Part of a row holds states that are not this row's: tokens" in words
 
 
 def test_one_rows_states_under_another_rows_tokens_are_refused_and_both_named(
@@ -235,6 +235,10 @@ def test_one_rows_states_under_another_rows_tokens_are_refused_and_both_named(
     capture(monkeypatch)
     found = failed(judge(monkeypatch, "training"))
     assert re.search(r"[0-9a-f]{24}: [0-9a-f]{24}", found["no two rows of other tokens have the same states"])
+    words = found["no part of a row lies farther from the target run again than precision explains"]
+    assert re.search(
+        r"row [0-9a-f]{24}: A row holds another row's states: the states of rows_\d+-\d+ \([0-9a-f]{24}\)", words
+    )
 
 
 def test_a_normed_last_state_is_refused(line: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ def check_values(
     computed: str | None = None,
     probe_rows: int = PROBE_ROWS,
     max_tokens: int = MOST_TOKENS,
+    others: Iterable[RowLike] = (),
 ) -> list[Finding]:
     """Everything that stored values tell.
 
@@ -71,6 +72,7 @@ def check_values(
         computed: dtype that the states were computed in; None: not known, taken to be the one they are stored in.
         probe_rows: rows that the target runs over.
         max_tokens: of a row that it runs over; states of a prefix do not depend on what follows.
+        others: rows that may own the states of one of `rows`; of them only the tokens are looked at.
 
     Returns:
         Findings, faults and notes, rows in the order in which they came; none but notes when all is well.
@@ -92,6 +94,8 @@ def check_values(
     found = masks.told(found)
     found += together.unlike()
     if target is not None:
+        for row in others:
+            known.add(row)
         against = _AgainstTarget(target, points, last_state, computed, max_tokens, known)
         found = against.told(found, sample)
     return found

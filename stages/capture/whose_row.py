@@ -36,7 +36,7 @@ class KnownRows:
         if len(self._rows) < _MOST_KNOWN and len(row.input_ids):
             self._rows.append((row.file, row.index, row.input_ids.to(torch.int32)))
 
-    def ranked(self, foretold: Tensor | None, states: int, but: str) -> list[tuple[str, int | str, Tensor]]:
+    def ranked(self, foretold: Tensor | None, states: int, but: RowLike) -> list[tuple[str, int | str, Tensor]]:
         """Rows by how many of their tokens were foretold [L], then by whether they are as long as the states."""
 
         def rank(row: tuple[str, int | str, Tensor]) -> tuple[float, bool]:
@@ -44,7 +44,7 @@ class KnownRows:
             hits = 0.0 if foretold is None else float((foretold[:shared] == row[2][1 : shared + 1]).float().mean())
             return (round(hits, 2), len(row[2]) == states)
 
-        others = [r for r in self._rows if r[0] != but and min(len(r[2]), states) > _LEAST_TOKENS]
+        others = [r for r in self._rows if r[:2] != (but.file, but.index) and min(len(r[2]), states) > _LEAST_TOKENS]
         return sorted(others, key=rank, reverse=True)[:_MOST_TRIED]
 
 
@@ -64,7 +64,7 @@ def whose(
             what = "States stand one token too late" if shift > 0 else "States stand one token too early"
             found = f"the state of token p at token p{shift:+d}"
             return _finding(row, "shifted_tokens", what, "the state of token p at token p", found, AGAIN)
-    for file, index, ids in known.ranked(_foretold(target, row, last_state, max_tokens), len(slots), row.file):
+    for file, index, ids in known.ranked(_foretold(target, row, last_state, max_tokens), len(slots), row):
         shared = min(len(slots), len(ids))
         if _fits(slots[:shared], _states(target, ids[:shared], columns)):
             what, found = "A row holds another row's states", f"the states of {file} ({index})"

@@ -38,7 +38,7 @@ def write(root: Path, samples: Sequence[Sample], changes: dict[int, Callable[[di
     """data_{i}.pt in rows_0-{n}; `changes` edit the dict of a file before it is saved."""
     folder = make.legacy(root / f"rows_0-{len(samples)}", samples, IDS)
     for i, change in changes.items():
-        sample = make.legacy_dict(samples[i])
+        sample = make.legacy_dict(Sample(*(part.clone() for part in samples[i])))
         change(sample)
         torch.save(sample, folder / f"data_{i}.pt")
     return root
