@@ -11,12 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stages.capture.findings import Finding
+from stages.capture.findings import Finding, RowHead
 from stages.capture.masks import template_rules
+from stages.capture.own_rows import own_rows
+from stages.capture.spill import capture_rows
+from stages.capture.store import RowStore, write_folder
+from stages.capture.values import check_values
 from stages.targets import load_target
 from stages.targets._decoder import Decoder
 from tests import tiny
 from tests.capture import stores
+from tests.capture.conftest import SPEC, make_plan
 from tests.capture.stores import LAST, POINTS, Sample, answered, faults, look, states_of, write
 
 Change = Callable[[dict[str, Any]], None]
@@ -358,6 +363,40 @@ def test_stored_tokens_are_held_against_the_prepared_ones(tmp_path: Path, sample
 def test_a_long_row_is_judged_by_its_first_tokens(tmp_path: Path, target: Decoder, samples: list[Sample]) -> None:
     found = look(write(tmp_path, samples, {3: recaptured(target, 2, 4, 5, 6)}), target, max_tokens=12)
     assert only(found, "layers").detail["points"] == [2, 4, 5]
+
+
+def test_a_row_without_tokens_is_named() -> None:
+    none = torch.zeros(0, dtype=torch.long)
+    row = RowHead(7, "data_7.pt", none, none, (torch.zeros(0, 64),) * 3, torch.zeros(0, 64))
+    (fault,) = check_values([row], target=None, points=POINTS, last_state="unknown")
+    assert (fault.kind, fault.index) == ("no_tokens", 7) and "drop the row at its source" in fault.do
+
+
+def test_our_own_store_goes_through_the_same_checks(tmp_path: Path, target: Decoder) -> None:
+    plan = make_plan(range(6))
+    spec = SPEC.model_copy(update={"points": POINTS})
+    states = list(capture_rows(target, plan.rows, POINTS, 64))
+    asked: dict[str, Any] = {
+        "target": target,
+        "points": POINTS,
+        "last_state": "before_final_norm",
+        "computed": "float32",
+    }
+    write_folder(tmp_path / plan.name, plan, spec, states)
+    assert faults(check_values(own_rows(RowStore(tmp_path), plan.name), **asked)) == []
+    states[2][3, 1, 4] = torch.inf
+    states[4] = states[4].roll(1, 0)
+    write_folder(tmp_path / "torn" / plan.name, plan, spec, states)
+    found = faults(check_values(own_rows(RowStore(tmp_path / "torn"), plan.name), **asked))
+    assert {(f.kind, f.index) for f in found} == {("inf", plan.row_ids[2]), ("shifted_tokens", plan.row_ids[4])}
+    assert {f.file for f in found} == {plan.name}
+
+
+def test_a_finding_reads_as_an_error_does_and_names_its_file_first(tmp_path: Path, samples: list[Sample]) -> None:
+    fault = only(look(write(tmp_path, samples, {3: put(1, (4, 7), torch.nan)})), "nan")
+    first, *rest = fault.words.split("\n")
+    assert first == "rows_0-8/data_3.pt: States hold NaN"
+    assert [line.split(":")[0].strip() for line in rest] == ["expected", "found", "what to do"]
 
 
 def test_rows_too_odd_to_compare_are_said_to_be_unprobed(
