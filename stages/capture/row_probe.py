@@ -107,7 +107,7 @@ def layer_findings(probe: RowProbe) -> Iterator[Finding]:
     normed = [slot for slot, column in enumerate(aux) if column == n + 1]
     if normed:
         what = "An auxiliary slot holds the last state after the final norm, which is no point of the stream"
-        found = f"slots {few(normed)}, at distance {_least(probe, normed[0])}"
+        found = f"slot {few(normed)}, at distance {_least(probe, normed[0])}"
         yield _finding(probe, "post_norm_slot", what, "points below the last", found, _IDS)
     elif claimed and claimed[0] >= 0 and aux != claimed:
         what, expected = "Slots hold other points of the target than is said", f"points {list(claimed)}"

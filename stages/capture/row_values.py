@@ -90,7 +90,7 @@ def _values(row: RowLike, slots: tuple[Tensor, ...], counts: StateCounts) -> Ite
     if counts.equal_slots and not counts.zero_states:
         same = [i for i, slot in enumerate(slots) if any(slot.equal(other) for other in slots[:i])]
         what, expected = "A slot repeats another", "another point of the target in each slot"
-        found = f"slots {few(same)} hold what an earlier slot holds"
+        found = f"{_slots(same)} what an earlier slot holds"
         do = "compare the layer ids that the engine was given: one stands there twice"
         yield _finding(row, "equal_slots", what, expected, found, do, slots=same)
 
@@ -112,10 +112,14 @@ def _empty(row: RowLike, slots: tuple[Tensor, ...], counts: StateCounts) -> Iter
     if counts.constant_slots:
         constant = [i for i, s in enumerate(slots) if len(s) > 2 and bool((s[1:] == s[1:2]).all())]
         expected = "a state of its own for each token; a buffer never refilled looks like states and says nothing"
-        found = f"slots {few(constant)} hold one state throughout"
+        found = f"{_slots(constant)} one state throughout"
         yield _finding(
             row, "constant", "A slot holds one state for all tokens", expected, found, _AGAIN, slots=constant
         )
+
+
+def _slots(at: list[int]) -> str:
+    return f"slot {at[0]} holds" if len(at) == 1 else f"slots {few(at)} hold"
 
 
 def _zeros_at_end(slot: Tensor) -> int:

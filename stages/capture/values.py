@@ -188,7 +188,12 @@ class _AgainstTarget:
         more += norm_findings(readings, self.last_state)
         points = self._points(good)
         more += self._odd([p for p in probes if p not in good], points)
-        return [*self._missing(found, sample.short, points), *strange, *more, *self._notes(good)]
+        return [
+            *self._missing(found, sample.short, points),
+            *strange,
+            *more,
+            *self._notes(good, bool(probes or strange)),
+        ]
 
     def _points(self, good: list[RowProbe]) -> Sequence[int] | None:
         """What the auxiliary slots are said to hold, or else what most rows hold."""
@@ -220,15 +225,15 @@ class _AgainstTarget:
                 told |= {f.file: f for f in said}
         return [told.get(f.file, f) if f.kind == "fewer_states" else f for f in found]
 
-    def _notes(self, good: list[RowProbe]) -> Iterator[Finding]:
-        if not good:
+    def _notes(self, good: list[RowProbe], compared: bool) -> Iterator[Finding]:
+        if not compared:
             what, expected = "No row could be compared with the target", "a row of two tokens with a state a token"
             yield Finding(
                 "unprobed", "", None, what, expected, "none among those looked at", "look at more rows", note=True
             )
             return
         right = [p for p in good if all(c in (-1, n) for c, n in zip(p.claimed, p.nearest, strict=True))]
-        held = sorted({p.aux for p in good})
+        held = sorted({p.aux for p in good if max(p.aux, default=0) <= p.layers})
         if self.points is None and len(held) == 1:
             what, points = "The slots hold these points of the target", list(held[0])
             do = "name them when the store is adopted"
@@ -236,7 +241,7 @@ class _AgainstTarget:
             yield Finding(
                 "points", "", None, what, "they are not written down", str(points), do, note=True, detail=detail
             )
-        elif self.points is None:
+        elif self.points is None and held:
             for probe in good:
                 what, expected = "Rows of one set hold other points", "one meaning a slot throughout"
                 do, shown = "keep rows of one capture in one set", str(list(probe.aux))

@@ -99,8 +99,8 @@ BY_THEMSELVES = [
     (each(torch.zeros_like), "all_zero", "zeros"),
     (put(0, slice(6, 9), 0.0), "zero_states", "slot 0 tokens 6, 7, 8"),
     (each(lambda s: torch.cat([s[:-4], torch.zeros_like(s[:4])])), "zero_states", "the last 4 tokens: padding"),
-    (put(2, slice(None), 3.0), "constant", "slots 2 hold one state throughout"),
-    (twice, "equal_slots", "slots 1 hold what an earlier slot holds"),
+    (put(2, slice(None), 3.0), "constant", "slot 2 holds one state throughout"),
+    (twice, "equal_slots", "slot 1 holds what an earlier slot holds"),
     (each(Tensor.float), "dtype", "float32"),
     (each(Tensor.half), "dtype", "float16"),
     (lambda s: s["hidden_states"].__setitem__(2, s["hidden_states"][2].float()), "mixed_dtype", "bfloat16, float32"),
@@ -211,7 +211,7 @@ def test_an_auxiliary_slot_after_the_final_norm_is_no_point(
         sample["hidden_states"][2] = after_norm(target, sample["hidden_states"][3])
 
     fault = only(look(write(tmp_path, samples, {3: change}), target), "post_norm_slot")
-    assert "slots 2" in fault.found and "after the final norm" in fault.what
+    assert "slot 2" in fault.found and "after the final norm" in fault.what
 
 
 def normed_last(target: Decoder) -> Change:
