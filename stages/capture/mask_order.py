@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 _LEAST = 11  # rows in a batch whose numbers sort differently as text
@@ -60,19 +59,21 @@ class MaskOrder:
     misplaced: tuple[int, ...]
 
 
-@cache
-def text_order(count: int) -> tuple[int, ...]:
+def text_order(count: int) -> list[int]:
     """0..count-1 sorted as text."""
-    return tuple(sorted(range(count), key=str))
+    return sorted(range(count), key=str)
 
 
-@cache
-def _place(count: int) -> tuple[int, ...]:
-    """The inverse of `text_order`: where row k's result was written."""
-    place = [0] * count
-    for at, row in enumerate(text_order(count)):
-        place[row] = at
-    return tuple(place)
+def text_rank(number: int, count: int) -> int:
+    """The place of `number` in `text_order(count)`: where that row's result was written. Counted, not sorted: for numbers of
+    every length those that sort before it."""
+    text, before = str(number), 0
+    for digits in range(1, len(str(count - 1)) + 1):
+        least = 10 ** (digits - 1) if digits > 1 else 0
+        shorter = digits < len(text)  # a number that begins this one sorts before it
+        end = int(text[:digits]) + 1 if shorter else number * 10 ** (digits - len(text))
+        before += max(min(end, count) - least, 0)
+    return before
 
 
 def find_order(rows: Sequence[MaskFacts]) -> MaskOrder | None:
@@ -140,10 +141,10 @@ def _blocks(facts: dict[int, MaskFacts], first: int, last: int, tries: _Tries) -
 def _explains(facts: dict[int, MaskFacts], block: _Block) -> bool:
     """Whether every file of the block whose row's own file is known holds that row's mask."""
     at, there, rows = block
-    place = _place(rows)
     for k in range(there):
         file = facts.get(at + k)
-        own = facts.get(at + place[k]) if place[k] < there else None
+        place = text_rank(k, rows)
+        own = facts.get(at + place) if place < there else None
         if file is None or own is None:
             continue
         if len(file.mask) != min(own.tokens, file.tokens):
@@ -160,7 +161,7 @@ def _order(facts: dict[int, MaskFacts], batch: int, blocks: list[_Block]) -> Mas
         for k, row in enumerate(text_order(rows)[:there]):
             if at + k in facts:
                 source[at + k] = at + row if row < there else -1
-        owner |= {at + k: at + place for k, place in enumerate(_place(rows)[:there]) if at + k in facts}
+        owner |= {at + k: at + text_rank(k, rows) for k in range(there) if at + k in facts}
     wrong = [n for n, row in facts.items() if not row.in_place]
     proven = [n for n in wrong if owner[n] != n and owner[n] in facts]
     if len(proven) < max(_LEAST_EVIDENCE, len(wrong) / 2):

@@ -12,7 +12,7 @@ import torch
 from stages.bridges.stores import open_store
 from stages.capture.adopted import match
 from stages.capture.findings import Finding, RowHead
-from stages.capture.mask_order import MaskFacts, MaskOrder, find_order, text_order
+from stages.capture.mask_order import MaskFacts, MaskOrder, find_order, text_order, text_rank
 from stages.capture.mask_repair import mask_facts, rebuild_masks, reorder_masks
 from stages.capture.masks import MaskRule, choose_rule, rules_of, template_rules
 from stages.capture.rows import Row, row_id
@@ -197,7 +197,9 @@ def test_a_permuted_store_is_adopted_with_the_prepared_masks_and_loses_no_row(tm
 
 
 def test_numbers_sorted_as_text() -> None:
-    assert text_order(12) == (0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9) and text_order(10) == tuple(range(10))
+    assert text_order(12) == [0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9] and text_order(10) == list(range(10))
+    for count in (1, 9, 10, 11, 12, 99, 100, 101, 1234):
+        assert [text_rank(number, count) for number in text_order(count)] == list(range(count))
 
 
 def test_a_row_without_an_answer_cannot_be_rebuilt_and_is_named(rule: MaskRule) -> None:
