@@ -9,6 +9,7 @@ from stages._gate_files import Gathered, damaged, prepared_rows
 from stages.contracts.files import file_digest
 from stages.contracts.manifest import PREPARED, PREPARED_MANIFEST, PreparedManifest
 from stages.contracts.params import Params
+from stages.contracts.quality import ACCEPTED_DATASET, PREPARED_QUALITY, AcceptedDataset, PreparedQuality, earlier_than
 from stages.gates import extraction
 from stages.targets import identify_target, locate_target
 
@@ -18,6 +19,7 @@ def gather_extraction(params: Params) -> Gathered:
     import pandas as pd
 
     manifest = PreparedManifest.read(PREPARED_MANIFEST)
+    quality = PreparedQuality.read(PREPARED_QUALITY)
     folder = locate_target(params.target.origin)
     prefix, bos = template_opening(folder)
     evidence = extraction.Evidence(
@@ -40,6 +42,8 @@ def gather_extraction(params: Params) -> Gathered:
         target=identify_target(folder, params.target.name),
         template_prefix=prefix,
         bos_id=bos,
+        quality=quality,
+        earlier=earlier_than(quality, accepted_dataset()),
     )
     try:
         tables = extraction.tables(evidence, params)
@@ -50,6 +54,11 @@ def gather_extraction(params: Params) -> Gathered:
         name, recorded, found = other.iloc[0][["file", "recorded", "found"]]
         raise damaged(Path(name), recorded, found) from error
     return "prepared rows", manifest.digest(), tables
+
+
+def accepted_dataset() -> AcceptedDataset | None:
+    """The rows that gate-extraction let pass last."""
+    return AcceptedDataset.read(ACCEPTED_DATASET) if ACCEPTED_DATASET.exists() else None
 
 
 def template_opening(folder: Path) -> tuple[tuple[int, ...], int | None]:

@@ -12,6 +12,7 @@ from stages.contracts.manifest import HIDDEN_STATES, CapturedFolder, CaptureSpec
 from stages.contracts.params import Params
 from stages.contracts.progress import progress
 from stages.gates._joined import Stored, blank_folder
+from stages.targets import expect_rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -132,6 +133,8 @@ def probe(
     limit = margin_of(capture.stored_dtype, coarser(capture.compute_dtype, params.target.dtype)).p99
     norms: list[tuple[str, NormProbe]] = []
     with progress(sum(map(len, rows.values())), "gate-training: target run again", "rows") as advance:
+        ids = [row.input_ids[:PROBE_TOKENS] for members in rows.values() for row in members]
+        expect_rows(target, ids, lambda layers: advance(0, f"layer {layers} of {target.config.layers}"))
         for folder, members in rows.items():
             probes = probe_rows(target, members, params.capture.points, PROBE_TOKENS)
             slots += [
@@ -165,6 +168,7 @@ def causes(
             probe_rows=_MOST_SEARCHED,
             max_tokens=PROBE_TOKENS,
             others=(row for name in known for row in own_rows(store, name)),
+            expect=lambda rows: expect_rows(target, rows, lambda _: None),
         )
         said = [f"row {f.index}: {f.what}: {f.found}" for f in found if not f.note and f.kind in _CAUSES]
         told[folder] = "; ".join(said[:_MOST_TOLD])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from stages._gate_files import Gathered, demand_bytes, prepared_rows
 from stages._gate_states import choose_rows, look_at_folders, probe
 from stages.contracts.manifest import (
@@ -17,7 +19,7 @@ from stages.contracts.manifest import (
 from stages.contracts.params import Params
 from stages.gates import training
 from stages.gates._joined import always_there, chain, coverage, join_rows
-from stages.targets import identify_target, load_target, locate_target
+from stages.targets import identify_target, locate_target, open_target
 
 
 def gather_training(params: Params) -> Gathered:
@@ -42,7 +44,8 @@ def gather_training(params: Params) -> Gathered:
     vocabulary = load_file(MERGED / "vocabulary.safetensors")
     target_ids = np.arange(len(vocabulary["d2t"])) + vocabulary["d2t"]
     marked = frozenset(np.flatnonzero(vocabulary["t2d"]).tolist())
-    target = load_target(folder, params.target.device, params.target.dtype).pack()
+    target, held = open_target(folder, params.target.device, params.target.dtype, params.gates.training.target_load)
+    print(f"gate-training: {held}", file=sys.stderr, flush=True)
     greedy = prepared.temperature == 0
     chosen = choose_rows(store, merged.folders, stored, params)
     slots, last = probe(target, store, chosen, merged.capture, params, greedy)

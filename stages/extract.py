@@ -18,7 +18,8 @@ from torch import Tensor
 
 from stages.bridges.identity import bridge_digest, fingerprint
 from stages.bridges.stores import open_store
-from stages.capture.adopted import Adoption, adopted_spec, demand_claim
+from stages.capture.adopted import Adoption
+from stages.capture.claims import adopted_spec, demand_claim
 from stages.capture.code import code_digest
 from stages.capture.rows import FolderPlan, Row, plan_folders, read_rows
 from stages.capture.spill import capture_rows
@@ -86,6 +87,19 @@ def capture_spec(params: Params, target: TargetIdentity) -> CaptureSpec:
     )
 
 
+def demand_apart(store: Path) -> None:
+    """Raises ParamsError when the store and data/hidden_states hold each other: what is strange there is removed."""
+    here, there = HIDDEN_STATES.resolve(), store.resolve()
+    if here.is_relative_to(there) or there.is_relative_to(here):
+        raise ParamsError(
+            "The store to adopt stands where extract writes",
+            where="params.yaml: capture.adopt",
+            expected=f"a folder beside {HIDDEN_STATES}, whose content is replaced by what is extracted",
+            got=str(store),
+            do=f"move the store, for example to data/theirs, and name it there; until then nothing in {HIDDEN_STATES} is touched",
+        )
+
+
 def open_adoption(params: Params, spec: CaptureSpec, model_type: str, plans: Sequence[FolderPlan]) -> Adoption | None:
     """The store that capture.adopt names, matched with the prepared rows; None where none is named.
 
@@ -95,6 +109,7 @@ def open_adoption(params: Params, spec: CaptureSpec, model_type: str, plans: Seq
     capture = params.capture
     if capture.adopt is None:
         return None
+    demand_apart(Path(capture.adopt))
     store = open_store(Path(capture.adopt))
     claim = demand_claim(store, spec, model_type, capture.adopt_layer_ids, capture.adopt_last_state)
     mark, extract_lacking = fingerprint(store), capture.adopt_lacking == "extract"

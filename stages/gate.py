@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import get_args
 
 from stages._gate_deployment import gather_deployment
-from stages._gate_extraction import gather_extraction
+from stages._gate_extraction import accepted_dataset, gather_extraction
 from stages._gate_files import Gathered
 from stages._gate_training import gather_training
 from stages.contracts.errors import LineError, Refusal, run
 from stages.contracts.params import Params, load_params
+from stages.contracts.quality import ACCEPTED_DATASET, PREPARED_QUALITY, PreparedQuality, accept
 from stages.contracts.report import GateName, evidence_digests, report_path
 from stages.gates._judge import judge, summary
 from stages.reporting.page import write_page
@@ -53,6 +54,8 @@ def main() -> None:
     if gate == "deployment":
         report = report.model_copy(update={"evidence": evidence_digests()})
     report.write(report_path(gate))
+    if gate == "extraction" and report.success:
+        accept(PreparedQuality.read(PREPARED_QUALITY), accepted_dataset()).write(ACCEPTED_DATASET)
     if gate == "deployment" or not report.success:
         write_page()
     print(summary(report))

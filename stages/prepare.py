@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from stages.contracts.params import Params, Target, load_params
 from stages.corpus.answers import Generated, OnAnswer, Prompt, answer_all
 from stages.corpus.gather import Gathered, gather
 from stages.corpus.prepared import table, write_prepared
+from stages.corpus.ready import ReadyRows
 from stages.corpus.rendering import Renderer
 from stages.targets import identify_target, load_target, locate_target
 
@@ -111,6 +114,13 @@ def regenerate(
     return answer_all(prompts, answerer, settings, ANSWERS, p.workers)
 
 
+@contextlib.contextmanager
+def _spool(folder: Path) -> Iterator[Path]:
+    """Room for what is read until it is written; it stands within the folder being made, so that no crash leaves it."""
+    yield folder
+    shutil.rmtree(folder)
+
+
 def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost a factor of 6 beside any other load
     params = load_params()
@@ -118,12 +128,10 @@ def main() -> None:
     check_target(folder, params.target)
     identity = identify_target(folder, params.target.name)
     renderer = Renderer(folder)
-    gathered, apart = gather(params.prepare, renderer)
-    answers = regenerate(params, folder, identity, gathered)
-    with whole_folder(PREPARED) as aside:
-        manifest = write_prepared(
-            aside, gathered, apart, answers, params.prepare, identity, renderer.end_ids, renderer.text
-        )
+    with whole_folder(PREPARED) as aside, _spool(aside / "spool") as spool:
+        corpus = gather(params.prepare, renderer, ReadyRows(folder), spool)
+        answers = regenerate(params, folder, identity, corpus.gathered)
+        manifest = write_prepared(aside, corpus, answers, params.prepare, identity, renderer.end_ids, renderer.text)
     print(table(manifest))
 
 

@@ -225,7 +225,9 @@ def main() -> None:
     store, folder = RowStore(HIDDEN_STATES), locate_target(params.target.origin)
     demand_same_data(merged, store, identify_target(folder, params.target.name), params)
     d2t, t2d = read_vocabulary(merged)
-    target = load_target(folder, params.target.device)
+    target = load_target(
+        folder, params.target.device, stored=True
+    )  # embedding, head and last layer are all that is read
     rows, told = read_rows(store, target.device), params.train
     draft, teacher = start_draft(
         target,

@@ -287,6 +287,20 @@ def test_the_target_makes_the_rows_that_a_store_lacks_when_that_is_asked_for(
     assert judge(monkeypatch) == {}
 
 
+@pytest.mark.parametrize("at", ["data/hidden_states", "data/hidden_states/theirs", "data"])
+def test_a_store_where_extract_writes_is_refused_before_anything_is_removed(here: Here, at: str) -> None:
+    store = make.legacy_rows(here.root / at, here.samples()[:2], 8, IDS)
+    with pytest.raises(ParamsError, match="stands where extract writes"):
+        here.adopt(store)
+    assert len(list(store.rglob("data_*.pt"))) == 2
+
+
+def test_params_say_nothing_of_a_store_that_they_do_not_name(here: Here) -> None:
+    line.write_params(here.root, here.root / "target", {"capture": {"adopt_layer_ids": [0, 2, 4, 5]}})
+    with pytest.raises(ParamsError, match="adopt_layer_ids say something of a store, and adopt names none"):
+        extract.main()
+
+
 @pytest.mark.slow
 def test_masks_given_to_other_rows_are_replaced_by_the_prepared_ones_and_counted(
     here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from stages import _gate_states, extract, gate, merge
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
@@ -26,7 +27,7 @@ from stages.contracts.manifest import (
 from stages.contracts.report import GateName, GateReport, report_path
 from stages.reporting.page import PAGE
 from stages.targets import identify_target
-from tests import tiny
+from tests import latent, tiny
 from tests.gates import passing
 from tests.line import SOURCES, write_params, write_prepared
 
@@ -50,7 +51,10 @@ def failed(report: GateReport) -> dict[str, str]:
 @pytest.fixture
 def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny line with prepared rows, in the current folder."""
-    folder = tiny.make_target(tmp_path / "target")
+    return lay_line(tmp_path, tiny.make_target(tmp_path / "target"), monkeypatch)
+
+
+def lay_line(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sources = [
         {
             "name": s.name,
@@ -104,6 +108,38 @@ def test_a_good_line_passes_both_gates_with_reports_bound_to_their_subjects(
     judge(monkeypatch, "training")
     assert report_path("training").read_bytes() == before, "equal inputs, equal bytes"
     assert not PAGE.exists(), "the page is gate-deployment's output; an earlier gate that passes leaves it alone"
+
+
+def hold_target(line: Path, load: str) -> None:
+    raw = json.loads((line / "params.yaml").read_text())
+    raw["gates"]["training"]["target_load"] = load
+    (line / "params.yaml").write_text(json.dumps(raw))
+
+
+@pytest.fixture
+def kimis_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A line on a target of Kimi-K2.5's kind (latent attention, mixture of experts), in a file a layer, read from there."""
+    folder = latent.make_target(tmp_path / "target", "kimi_k25", rope_scaling=latent.YARN)
+    latent.shard(folder, load_file(folder / "model.safetensors"), tiny.LAYERS)
+    line = lay_line(tmp_path, folder, monkeypatch)
+    hold_target(line, "layer_by_layer")
+    return line
+
+
+def test_a_target_left_in_its_files_proves_the_layers_and_the_gate_says_how_it_was_held(
+    kimis_line: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture(monkeypatch)
+    assert failed(judge(monkeypatch, "training")) == {}
+    words = "gate-training: the target is read layer by layer, as params.yaml says: 0.00 GB of weights, "
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_shift_is_named_by_a_target_left_in_its_files(kimis_line: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture(monkeypatch, (2, 4, 6))
+    found = failed(judge(monkeypatch, "training"))
+    assert "every slot is shifted by +1 layer" in found["of all the target's points, the nearest is the claimed one"]
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,11 @@ def test_no_broad_except_and_no_unpickling(path: Path) -> None:
             caught = ast.unparse(node.type) if node.type else "everything"
             assert caught not in ("everything", "Exception", "BaseException"), f"line {node.lineno} catches {caught}"
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "pickle.load", "pickle.loads"):
-            pytest.fail(f"line {node.lineno} unpickles; use safetensors")
+            told = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            # other tools' stores are torch.save files: read as data only, in one place
+            data_only = ast.unparse(node.func) == "torch.load" and told.get("weights_only") == "True"
+            if not (data_only and name_of(path) == "stages.bridges._open"):
+                pytest.fail(f"line {node.lineno} unpickles; use safetensors")
 
 
 def tracked() -> list[Path]:

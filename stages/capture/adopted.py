@@ -1,9 +1,8 @@
-"""Adoption: another tool's states for our prepared rows, once it is clear which points they hold.
+"""Adoption: another tool's states for our prepared rows, once it is clear which points they hold (claims.py).
 
 Rows are matched by token ids; the prepared mask wins over the stored one. Nothing here opens a file: a store comes in as
 an object that yields rows (stages/bridges), and states go out as capture's own do, so that store, work cache, merge and
-gates treat both alike. That the states are this target's, at these points, is a claim that gate-training proves by value.
-L tokens, H hidden size, S slots.
+gates treat both alike. L tokens, H hidden size, S slots.
 """
 
 from __future__ import annotations
@@ -13,94 +12,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stages.capture.dialects import layer_ids, points_of
+from stages.capture.claims import SHOWN, Claim, ForeignRow, ForeignStore
 from stages.capture.rows import Row
 from stages.contracts.adoption import AdoptionRecord
-from stages.contracts.errors import DataError, EngineError, ParamsError, Refusal
-from stages.contracts.files import canonical, digest
+from stages.contracts.errors import DataError, Refusal
 from stages.contracts.manifest import CaptureSpec
-from stages.contracts.points import name_points
 from stages.contracts.progress import progress
-
-_SHOWN = 5
-Told = Literal["store", "params"]
-
-
-class ForeignRow(Protocol):
-    """See stages/bridges/kinds.py."""
-
-    @property
-    def file(self) -> str: ...
-    @property
-    def input_ids(self) -> Tensor: ...
-    @property
-    def loss_mask(self) -> Tensor | None: ...
-    @property
-    def aux(self) -> tuple[Tensor, ...]: ...
-    @property
-    def last(self) -> Tensor | None: ...
-    @property
-    def padding(self) -> int: ...
-    @property
-    def last_state(self) -> str | None: ...
-    @property
-    def whole(self) -> ForeignRow | None: ...
-    def first(self, tokens: int) -> ForeignRow: ...
-
-
-class ForeignKind(Protocol):
-    @property
-    def tool(self) -> str: ...
-    @property
-    def era(self) -> str: ...
-    @property
-    def numbering(self) -> str | None: ...
-    @property
-    def last_state(self) -> str: ...
-
-
-class ForeignStore(Protocol):
-    """See stages/bridges/stores.py. `files` are opaque but for their `path`."""
-
-    @property
-    def root(self) -> Path: ...
-    @property
-    def kind(self) -> ForeignKind: ...
-    @property
-    def files(self) -> Sequence[Any]: ...
-    @property
-    def strange(self) -> Sequence[Path]: ...
-    @property
-    def layer_ids(self) -> tuple[int, ...] | None: ...
-    @property
-    def without_config(self) -> tuple[str, ...]: ...
-    @property
-    def versions(self) -> tuple[str, ...]: ...
-    @property
-    def hidden_size(self) -> int | None: ...
-    def rows_of(self, file: Any, *, check_bytes: bool = False) -> Iterator[ForeignRow]: ...
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What a store's states are held to be: ids as written, who says so, and who says where the last state stands."""
-
-    layer_ids: tuple[int, ...]
-    layer_ids_from: Told
-    last_state_from: Told
 
 
 @dataclass
 class Matched:
     """Where prepared rows stand in the store, and what was seen on the way; see AdoptionRecord for the counts.
 
-    home: {row_id: (file, place in the file, tokens)}.
+    home: {row_id: (file, place in the file, tokens)}; told: faults with what was there, for a person.
     """
 
     home: dict[str, tuple[Any, int, int]] = field(default_factory=dict)
@@ -108,145 +37,7 @@ class Matched:
     counts: Counter[str] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
     faulty: dict[str, str] = field(default_factory=dict)
-
-
-def demand_claim(
-    store: ForeignStore, spec: CaptureSpec, model_type: str, ids: Sequence[int] | None, last_state: str | None
-) -> Claim:
-    """What the store's states are, from its configs, or from params.yaml where they do not say.
-
-    Args:
-        spec: points, layers and width that are needed.
-        ids: params.yaml: capture.adopt_layer_ids. last_state: capture.adopt_last_state.
-
-    Raises:
-        Refusal: other points than are needed, no last state, or one after the final norm.
-        ParamsError: the store says nothing and neither does params.yaml, or both and something else.
-    """
-    if store.hidden_size not in (None, spec.hidden_size):
-        raise Refusal(
-            "The store is of another model",
-            where=str(store.root),
-            expected=f"states {spec.hidden_size} wide, as this target's",
-            got=f"{store.hidden_size} wide",
-            do="mend capture.adopt, or the target",
-        )
-    last_from = _demand_before_norm(store, last_state)
-    told, ids_from = _demand_ids(store, spec, ids)
-    _demand_points(store, told, spec, model_type)
-    return Claim(told, ids_from, last_from)
-
-
-def _demand_before_norm(store: ForeignStore, told: str | None) -> Told:
-    known = store.kind.last_state
-    if known != "unknown" and told not in (None, known):
-        raise ParamsError(
-            "params.yaml contradicts the store",
-            where="params.yaml: capture.adopt_last_state",
-            expected=f"{known}, which is where {store.kind.tool} puts the last state",
-            got=str(told),
-            do="set capture.adopt_last_state to null",
-        )
-    where = told if known == "unknown" else known
-    if where is None:
-        raise ParamsError(
-            "The store does not say whether its last state stands before or after the final norm",
-            where=str(store.root),
-            expected="before_final_norm: soft targets are computed from it, and a wrong reading leaves the argmax intact",
-            got=f"{store.kind.tool}, which stores either",
-            do="set capture.adopt_last_state; gate-training refuses the wrong one by value",
-        )
-    if where != "before_final_norm":
-        raise Refusal(
-            "The store's last state stands after the final norm",
-            where=str(store.root),
-            expected="the residual stream before it: the norm drops the scale, so it cannot be undone",
-            got=f"{store.kind.tool} {store.kind.era}, {where}",
-            do="set capture.adopt to null and extract; only the target can give the stream before the norm",
-        )
-    return "params" if known == "unknown" else "store"
-
-
-def _demand_ids(store: ForeignStore, spec: CaptureSpec, ids: Sequence[int] | None) -> tuple[tuple[int, ...], Told]:
-    written = store.layer_ids
-    if written is not None and ids is not None and tuple(ids) != written:
-        raise ParamsError(
-            "params.yaml contradicts the store",
-            where="params.yaml: capture.adopt_layer_ids",
-            expected=f"{list(written)}, as the store's config says",
-            got=str(list(ids)),
-            do="set capture.adopt_layer_ids to null, or mend the store's config if it is that which errs",
-        )
-    if ids is None and (written is None or store.without_config):
-        tool, dialect = store.kind.tool, store.kind.numbering
-        bare = ", ".join(f or "." for f in store.without_config[:_SHOWN]) or "."
-        usual = _said(points_of(None, dialect, "", spec.layers), spec.layers) if dialect else "unknown"
-        raise ParamsError(
-            "Nothing says which layers these states are of",
-            where=f"{store.root}: {bare}",
-            expected=f"layer ids beside the samples; a run that crashed has none, and {tool} {store.kind.era} "
-            "may never write them",
-            got=f"{len(store.without_config)} folders without; without a setting, {tool} captures {usual}",
-            do="set capture.adopt_layer_ids to the ids that the run was given, as they were written there",
-        )
-    if ids is not None and (written is None or store.without_config):
-        return tuple(ids), "params"
-    assert written is not None
-    return written, "store"
-
-
-def _demand_points(store: ForeignStore, ids: tuple[int, ...], spec: CaptureSpec, model_type: str) -> None:
-    dialect = store.kind.numbering
-    assert dialect is not None
-    where = f"{store.root}: layer_ids {list(ids)}, as {store.kind.tool} {store.kind.era} numbers them"
-    try:
-        points = points_of(ids, dialect, model_type, spec.layers)
-    except EngineError as error:
-        raise Refusal(
-            "The store's layer ids name layers that this target has not",
-            where=where,
-            expected=error.expected,
-            got=error.got,
-            do="check capture.adopt and the target; ids are what the run was given, as written",
-        ) from error
-    aux = tuple(p for p in points if p < spec.layers)
-    if dialect == "speculators_legacy" and spec.layers not in points:
-        raise Refusal(
-            "The store has no last state",
-            where=where,
-            expected=f"ids {_ids(spec, dialect)}: three points and the last one ({spec.layers})",
-            got=f"{_said(points, spec.layers)}; its own reader would take the highest of them for the last",
-            do="extract again with the last layer in the list; soft targets cannot be had from another state",
-        )
-    if aux != spec.points:
-        words = name_points(aux, spec.points, spec.layers) if len(aux) == len(spec.points) else f"{len(aux)} points"
-        raise Refusal(
-            "The store's states are of other points than capture.points",
-            where=where,
-            expected=f"points {list(spec.points)}, which are ids {_ids(spec, dialect)} there",
-            got=f"points {list(aux)}: {words}",
-            do=f"set capture.points to {list(aux)} if the draft is to be fed those, or extract again",
-        )
-
-
-def _ids(spec: CaptureSpec, dialect: str) -> list[int]:
-    last = (spec.layers,) if dialect in ("speculators_legacy", "speculators") else ()
-    return list(layer_ids((*spec.points, *last), dialect, layers=spec.layers))
-
-
-def _said(points: Sequence[int], layers: int) -> str:
-    return "points " + ", ".join(
-        f"{p} (the embedding)" if p == 0 else f"{p} (the last)" if p == layers else str(p) for p in points
-    )
-
-
-def adopted_spec(
-    spec: CaptureSpec, kind: ForeignKind, fingerprint: str, code: str, *, extract_lacking: bool
-) -> CaptureSpec:
-    """Of states that come from a store: its fingerprint and the code that reads it stand where the capturing code does."""
-    made = {"store": fingerprint, "bridge": code, "lacking": spec.code_digest if extract_lacking else ""}
-    engine = f"adopted from {kind.tool} {kind.era}" + (f", what it lacks {spec.engine}" if extract_lacking else "")
-    return spec.model_copy(update={"code_digest": digest(canonical(made)), "engine": engine})
+    told: dict[str, str] = field(default_factory=dict)
 
 
 def match(store: ForeignStore, rows: Sequence[Row], points: int, hidden_size: int) -> Matched:
@@ -266,7 +57,8 @@ def match(store: ForeignStore, rows: Sequence[Row], points: int, hidden_size: in
                     _demand_slots(store, row, points, hidden_size)
                     _note(found, wanted, file, place, row)
             except DataError as error:
-                found.faulty[file.path] = f"{error.what} ({error.got})"
+                found.faulty[file.path] = error.what
+                found.told[file.path] = f"{error.what} ({error.got})"
             advance()
     return found
 
@@ -396,7 +188,7 @@ class Adoption:
             (sum(n for d, n in r.dtypes.items() if d != "bfloat16"), "rows are rounded to bfloat16"),
             (r.strange_files, "files are no samples"),
         ) if n]  # fmt: skip
-        faults = [f"left aside {file}: {why}" for file, why in islice(r.faulty.items(), _SHOWN)]
+        faults = [f"left aside {file}: {why}" for file, why in islice(self._matched.told.items(), SHOWN)]
         more = len(r.faulty) - len(faults)
         return "\n  ".join(["; ".join(said), *faults, *([f"and {more} files more"] if more > 0 else [])])
 
@@ -408,8 +200,8 @@ class Adoption:
         """Raises Refusal when the store lacks prepared rows, with their names and the files at fault."""
         if not self.lacking:
             return
-        r, faults = self.record, [f"{file}: {why}" for file, why in islice(self.record.faulty.items(), _SHOWN)]
-        names = ", ".join(row.row_id for row in self.lacking[:_SHOWN]) + (" …" if len(self.lacking) > _SHOWN else "")
+        r, faults = self.record, [f"{file}: {why}" for file, why in islice(self._matched.told.items(), SHOWN)]
+        names = ", ".join(row.row_id for row in self.lacking[:SHOWN]) + (" …" if len(self.lacking) > SHOWN else "")
         got = [f"{len(self.lacking)} lacking: {names}"]
         if r.cut_rows:
             got.append(
@@ -417,7 +209,7 @@ class Adoption:
             )
         if r.faulty:
             got.append(
-                f"{len(r.faulty)} files at fault: " + "; ".join(faults) + (" …" if len(r.faulty) > _SHOWN else "")
+                f"{len(r.faulty)} files at fault: " + "; ".join(faults) + (" …" if len(r.faulty) > SHOWN else "")
             )
         raise Refusal(
             "The store lacks states of prepared rows",

@@ -59,7 +59,7 @@ def probe_norm(target: Decoder, rows: Sequence[ProbeRow], max_tokens: int = MOST
         normed = F.rms_norm(own, (own.shape[-1],), target.norm, target.config.eps)
         far.append(torch.stack([apart(stored, own)[FIRST:], apart(stored, normed)[FIRST:]], -1))
         asked = row.loss_mask[1:max_tokens].bool().nonzero()[:, 0].to(target.device)
-        label, read = ids[1:][asked], stored[asked].to(target.embedding.dtype)
+        label, read = ids[1:][asked], stored[asked].to(target.dtype)
         readings = target.logits(read), target.head(read).float(), target.logits(own[asked])
         for i, logits in enumerate(readings):
             hits[i] += int((logits.argmax(-1) == label).sum())

@@ -84,7 +84,7 @@ def probe_row(
     max_tokens: int,
 ) -> RowProbe | None:
     """Run the target over the row; None when the row is too short, its states are not one a token, or of another width."""
-    slots, tokens, width = slots_of(row), len(row.input_ids), target.embedding.shape[-1]
+    slots, tokens, width = slots_of(row), len(row.input_ids), target.config.hidden_size
     if tokens < 2 or not slots or any(slot.shape != (tokens, width) for slot in slots):
         return None
     if points is not None and len(points) != len(row.aux):
@@ -94,7 +94,7 @@ def probe_row(
     n = target.config.layers
     last = {"before_final_norm": n, "after_final_norm": n + 1, "unknown": -1}[last_state]
     aux = tuple(points) if points is not None else (-1,) * len(row.aux)
-    ours = dtype_name(target.embedding)
+    ours = str(target.dtype).removeprefix("torch.")
     margin = margin_of(dtype_name(slots[0]), coarser(ours, computed or dtype_name(slots[0])))
     claimed = aux if row.last is None else (*aux, last)
     return RowProbe(row, far, far.median(0).values, claimed, row.last is not None, margin)

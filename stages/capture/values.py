@@ -29,6 +29,8 @@ from stages.capture.whose_row import KnownRows, missing_states, nobodys, whose
 from stages.contracts.errors import DataError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from stages.targets._decoder import Decoder
 
 PROBE_ROWS = 6
@@ -64,6 +66,7 @@ def check_values(
     probe_rows: int = PROBE_ROWS,
     max_tokens: int = MOST_TOKENS,
     others: Iterable[RowLike | DataError] = (),
+    expect: Callable[[list[Tensor]], None] | None = None,
 ) -> list[Finding]:
     """Everything that stored values tell.
 
@@ -79,6 +82,8 @@ def check_values(
         max_tokens: of a row that it runs over; states of a prefix do not depend on what follows.
         others: the neighbours of `rows` in the store, where those are a sample: of them tokens and masks are looked at, which
             cost little. One may own the states of one of `rows`, and only whole folders show masks that are out of order.
+        expect: told the token ids of the rows that the target will be run over, one by one, before it is: a target that is
+            read layer by layer then reads each layer once (stages.targets.expect_rows).
 
     Returns:
         Findings, faults and notes, rows in the order in which they came; none but notes when all is well.
@@ -107,7 +112,7 @@ def check_values(
     found = masks.told(found)
     found += together.unlike()
     if target is not None:
-        against = _AgainstTarget(target, points, last_state, computed, max_tokens, known)
+        against = _AgainstTarget(target, points, last_state, computed, max_tokens, known, expect)
         found = against.told(found, sample)
     return found
 
@@ -174,11 +179,14 @@ class _AgainstTarget:
     computed: str | None
     max_tokens: int
     known: KnownRows
+    expect: Callable[[list[Tensor]], None] | None
 
     def told(self, found: list[Finding], sample: _Sample) -> list[Finding]:
         """`found` with what the target shows."""
         strange = [f for row in sample.rows if (f := self._strange_ids(row))]
         known = [row for row in sample.rows if not self._strange_ids(row)]
+        if self.expect and known:
+            self.expect([row.input_ids[: self.max_tokens] for row in known])
         asked = (self.points, self.last_state, self.computed, self.max_tokens)
         probes = [p for row in known if (p := probe_row(self.target, row, *asked))]
         good = [p for p in probes if p.near and not torn_tokens(p)]
@@ -201,7 +209,7 @@ class _AgainstTarget:
         return self.points if self.points is not None or not held else held.most_common(1)[0][0]
 
     def _strange_ids(self, row: RowLike) -> Finding | None:
-        ids, size = row.input_ids, len(self.target.embedding)
+        ids, size = row.input_ids, self.target.config.vocab_size
         if int(ids.min()) >= 0 and int(ids.max()) < size:
             return None
         what, found = "Token ids lie outside the target's vocabulary", f"{int(ids.min())} to {int(ids.max())}"

@@ -91,7 +91,7 @@ def missing_states(
     held, columns = _compared(target, row, points, last_state)
     tokens, states = len(row.input_ids), len(held[0])
     missing = tokens - states
-    width = target.embedding.shape[-1]
+    width = target.config.hidden_size
     if any(s.shape != (states, width) for s in held) or states <= _LEAST_TOKENS or tokens > max_tokens:
         return
     slots = torch.stack([slot.float() for slot in held], 1)
@@ -150,7 +150,7 @@ def _foretold(target: Decoder, row: RowLike, last_state: LastState, max_tokens: 
     """The token that each last state makes likeliest [L], i32."""
     if row.last is None or not row.last[:max_tokens].isfinite().all():
         return None
-    last = row.last[:max_tokens].to(target.device, target.embedding.dtype)
+    last = row.last[:max_tokens].to(target.device, target.dtype)
     logits = target.head(last).float() if last_state == "after_final_norm" else target.logits(last)
     return logits.argmax(-1).to(torch.int32).cpu()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from stages.contracts.files import Fact
 
 PREPARED = Path("data/prepared")
@@ -37,7 +39,9 @@ class TargetIdentity(Fact):
 class PreparedSource(Fact):
     """One folder data/prepared/<name>/rows.parquet.
 
-    `rows_read == rows + sum(rejects.values())`: nothing is dropped without a reason counted here.
+    `rows_read == rows + sum(rejects.values()) - extra_rows`: nothing is dropped without a reason counted here. extra_rows
+    are those beyond the first of conversations whose history the template rewrites; shapes counts what the rows of files
+    were. Both are left out where there are none.
     """
 
     name: str
@@ -56,6 +60,8 @@ class PreparedSource(Fact):
     repetitive: int
     rejects: dict[str, int]
     rows_digest: str
+    extra_rows: int = Field(default=0, exclude_if=lambda rows: rows == 0)
+    shapes: dict[str, int] = Field(default_factory=dict, exclude_if=lambda shapes: not shapes)
 
 
 class PreparedManifest(Fact):

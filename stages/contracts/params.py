@@ -48,18 +48,20 @@ class Source(Section):
     name: Annotated[
         str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)
     ]  # a folder; its neighbours have dots
-    kind: Literal["human_eval", "stdlib", "bfcl", "chatable", "jsonl"]
+    kind: Literal["human_eval", "stdlib", "bfcl", "chatable", "jsonl", "files"]
     domain: str
     licence: str
     answers: Literal["regenerate", "given"]
     limit: Positive
     path: str | None = None
+    weight: Annotated[Number, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _path_fits_kind(self) -> Source:
-        if (self.kind == "jsonl") != (self.path is not None):
-            raise ValueError("`path` is needed by kind jsonl, and only by it")
-        if self.kind != "jsonl" and self.answers == "given":
+        of_files = self.kind in ("jsonl", "files")
+        if of_files != (self.path is not None):
+            raise ValueError("`path` is needed by the kinds files and jsonl, and only by them")
+        if not of_files and self.answers == "given":
             raise ValueError(f"kind {self.kind} holds prompts without answers: answers must be `regenerate`")
         return self
 
@@ -84,6 +86,16 @@ class Prepare(Section):
     repetitive: Literal["drop", "keep"]
     held_out_share: Annotated[Number, Field(gt=0, lt=1)]
     out_of_distribution: Annotated[Whole, Field(ge=0)]
+    near_duplicates: Literal["keep", "drop"]
+    near_duplicate_similarity: Annotated[Number, Field(ge=0.5, le=1)]
+    benchmark_prompts: tuple[str, ...]
+
+    @model_validator(mode="after")
+    def _all_weights_or_none(self) -> Prepare:
+        bare = sorted(s.name for s in self.sources if s.weight is None)
+        if bare and len(bare) < len(self.sources):
+            raise ValueError(f"sources without a weight beside sources with one: {bare}")
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> Prepare:
@@ -173,10 +185,16 @@ class ExtractionGate(Section):
     max_prompt_overlap: Share
     min_on_policy_share: Share
     min_supervised_tokens: Positive
+    max_near_duplicate_share: Share
+    min_supervised_tokens_per_row: Annotated[Number, Field(ge=1)]
+    max_token_drift: Share
+    max_length_drift: Share
+    max_mix_difference: Share
 
 
 class TrainingGate(Section):
     probe_rows: Positive
+    target_load: Literal["auto", "whole", "layer_by_layer"]
     max_state_distance: Annotated[Number, Field(gt=0)]
     min_margin: Annotated[Number, Field(gt=1)]
     min_train_coverage: Share

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stages.contracts.manifest import PreparedManifest, TargetIdentity
+from stages.contracts.quality import AcceptedDataset, PreparedQuality
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -24,6 +25,8 @@ class Evidence:
         target: the target on this disk.
         template_prefix: token ids with which the target's template opens any conversation.
         bos_id: the tokenizer's beginning-of-sequence id, when it has one.
+        quality: data/prepared/quality.json.
+        earlier: the rows accepted before these; None before the first.
     """
 
     manifest: PreparedManifest
@@ -32,3 +35,5 @@ class Evidence:
     target: TargetIdentity
     template_prefix: tuple[int, ...]
     bos_id: int | None
+    quality: PreparedQuality
+    earlier: AcceptedDataset | None = None

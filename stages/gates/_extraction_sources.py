@@ -33,7 +33,7 @@ def sources(evidence: Evidence, facts: Any, params: Params) -> Table:
                 "supervised_tokens": int(rows["supervised_tokens"].sum()),
                 "supervised_tokens_recorded": source.supervised_tokens if source else 0,
                 "rows_read": read,
-                "rows_and_rejects": (source.rows if source else 0) + rejected,
+                "rows_and_rejects": (source.rows - source.extra_rows if source else 0) + rejected,
                 "reject_share": rejected / read if read else 0.0,
                 "rejects": ", ".join(f"{n} {r}" for r, n in sorted(source.rejects.items())) if source else "",
                 "capped_share": float((rows["finish"] == "capped").mean()) if len(rows) else 0.0,

@@ -71,6 +71,7 @@ def join_rows(rows: DataFrame, stored: Stored, entries: DataFrame) -> DataFrame:
 def always_there(folder: Path) -> dict[str, int]:
     """EOS and the tokenizer's special tokens, by name."""
     config, tokenizer = (json.loads((folder / n).read_text()) for n in ("config.json", "tokenizer.json"))
+    config |= config.get("text_config") or {}
     eos = config.get("eos_token_id")
     named = {
         str(t["content"]): int(t["id"]) for t in tokenizer.get("added_tokens", []) if t["id"] < config["vocab_size"]

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from stages.contracts.manifest import renewal
 from stages.contracts.params import Params
+from stages.contracts.quality import digest_of_rows
 from stages.gates._extraction_evidence import AGAIN, Evidence
 from stages.gates._extraction_facts import row_facts
+from stages.gates._extraction_quality import quality
 from stages.gates._extraction_rows import row_expectations
 from stages.gates._extraction_sources import sources
 from stages.gates._extraction_splits import splits
@@ -21,7 +23,7 @@ __all__ = ["Evidence", "tables"]
 
 
 def tables(evidence: Evidence, params: Params) -> list[Table]:
-    """Tables files, target, rows, sources, splits; the order in which a person mends things."""
+    """Tables files, target, rows, sources, splits, quality; the order in which a person mends things."""
     facts = row_facts(evidence)
     return [
         _files(evidence.files),
@@ -29,6 +31,7 @@ def tables(evidence: Evidence, params: Params) -> list[Table]:
         Table("rows", facts, "row_id", row_expectations(evidence, params)),
         sources(evidence, facts, params),
         splits(evidence, facts, params),
+        quality(evidence.quality, evidence.earlier, digest_of_rows(evidence.manifest), params.gates.extraction),
     ]
 
 

@@ -51,7 +51,13 @@ def sums(*tensors: torch.Tensor) -> list[float]:
 
 
 SUMS = """
-import sys, json, torch
+import sys, json, types, torch
+from pathlib import Path
+def without_init(peer, *packages):
+    # import a module of a package without the package's own __init__, which would import all of its world
+    for name in packages:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [str(Path(next(p for p in sys.path if peer in p), *name.split('.')))]
 def sums(*tensors):
     said = []
     for t in tensors:
@@ -73,6 +79,7 @@ def parcel(wanted: list[make.Sample], ids: tuple[int, ...]) -> Parcel:
 def test_the_old_speculators_reader_sees_in_a_legacy_row_what_is_read_here(version: str, tmp_path: Path) -> None:
     make.legacy_rows(tmp_path, make.make_samples(), 2)
     code = SUMS + (
+        "without_init('speculators-', 'speculators', 'speculators.train')\n"
         "from speculators.train.data import standardize_data_v1, list_files\n"
         "out = {}\n"
         "for p in list_files(sys.argv[1]):\n"
@@ -132,6 +139,8 @@ def test_specforge_reads_what_is_written_here(tmp_path: Path) -> None:
 def test_the_automodel_reader_sees_in_a_shard_what_is_read_here(tmp_path: Path) -> None:
     make.nemo_automodel(tmp_path, make.make_samples())
     code = SUMS + (
+        "base = 'nemo_automodel.components.datasets.llm'.split('.')\n"
+        "without_init('nemo_automodel-', *('.'.join(base[:i]) for i in range(1, 5)))\n"
         "from nemo_automodel.components.datasets.llm.eagle3_cache import CachedEagle3Dataset\n"
         "out = []\n"
         "for d in (lambda s: [s[i] for i in range(len(s))])(CachedEagle3Dataset(sys.argv[1])):\n"

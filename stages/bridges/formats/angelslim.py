@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stages.bridges._rows import demand_keys, make_row, split, states
 from stages.bridges.kinds import ForeignRow, Look, StoreFile, StoreKind
 
 SAMPLE = re.compile(r"data_(?P<index>\d+)\.ckpt")
@@ -32,6 +31,8 @@ def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[Foreig
     Raises:
         DataError: a part is missing, or parts do not fit each other.
     """
+    from stages.bridges._rows import demand_keys, make_row, split, states
+
     demand_keys(sample, ("input_ids", "hidden_states", "target_hiddens"), path)
     last = states(sample["target_hiddens"], "target_hiddens", path)
     aux = states(sample["hidden_states"], "hidden_states", path)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stages.bridges._open import damaged
 from stages.bridges.kinds import ForeignRow, Look, StoreFile, StoreKind
 
 SAMPLE = re.compile(r"(?P<index>rows)\.safetensors")
@@ -26,6 +25,8 @@ def recognise(look: Look) -> StoreKind | None:
 
 def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[ForeignRow]:
     """Raises DataError: these folders need no bridge."""
+    from stages.bridges._open import damaged
+
     raise damaged(
         path,
         "This is a store of this project's own",

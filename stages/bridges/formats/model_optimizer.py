@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.bridges._rows import demand_keys, make_row, split, states
 from stages.bridges.kinds import ForeignRow, Look, StoreFile, StoreKind
 
 SAMPLE = re.compile(r"(?P<index>.+)\.pt")
@@ -33,6 +32,8 @@ def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[Foreig
     Raises:
         DataError: a part is missing, or parts do not fit each other.
     """
+    from stages.bridges._rows import demand_keys, make_row, split, states
+
     demand_keys(sample, ("input_ids", "hidden_states", "aux_hidden_states"), path)
     last = states(sample["hidden_states"], "hidden_states", path)
     aux = states(sample["aux_hidden_states"], "aux_hidden_states", path)

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from stages.bridges._names import read_json
-from stages.bridges._open import damaged
-from stages.bridges._rows import demand_keys, make_row, split, states, tensor
 from stages.bridges.kinds import ForeignRow, Look, StoreFile, StoreKind
 
 SAMPLE = re.compile(r"shard-(?P<index>\d+)\.safetensors")
@@ -38,6 +36,9 @@ def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[Foreig
     Raises:
         DataError: a part is missing, or parts do not fit each other.
     """
+    from stages.bridges._open import damaged
+    from stages.bridges._rows import demand_keys, make_row, split, states, tensor
+
     demand_keys(sample, ("input_ids", "attention_mask", "loss_mask", "aux_hidden_states"), path)
     ids, there, mask = (tensor(sample[k], k, path, 2) for k in ("input_ids", "attention_mask", "loss_mask"))
     aux = states(sample["aux_hidden_states"], "aux_hidden_states", path, dims=3)

@@ -9,17 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from stages.bridges._rows import demand_keys, make_row, split, states
 from stages.bridges.handing import OutRow, Parcel
 from stages.bridges.kinds import ForeignRow, Look, StoreFile, StoreKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SAMPLE = re.compile(r"data_(?P<index>\d+)\.ckpt(\.gz)?")
 SIDE_FILES = frozenset({"vocab_mapping.pt", "handed_over.json"})
 CONFIG = ""
+NUMBERING = "specforge"
+LAST_STATE = "after_final_norm"
+_PER_FOLDER = 2000
 
 
 def recognise(look: Look) -> StoreKind | None:
@@ -43,6 +46,8 @@ def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[Foreig
     Raises:
         DataError: a part is missing, or parts do not fit each other.
     """
+    from stages.bridges._rows import demand_keys, make_row, split, states
+
     demand_keys(sample, ("input_ids", "hidden_state", "aux_hidden_state"), path)
     last = states(sample["hidden_state"], "hidden_state", path)
     aux = states(sample["aux_hidden_state"], "aux_hidden_state", path)
@@ -57,16 +62,13 @@ def layer_ids(config: dict[str, Any]) -> list[int] | None:
     return None
 
 
-NUMBERING = "specforge"
-LAST_STATE = "after_final_norm"
-_PER_FOLDER = 2000
-
-
 def write(root: Path, parcel: Parcel) -> str:
     """train/ and held_out/ of rows_{g}-{g+2000}/data_{i}.ckpt, unpadded, and vocab_mapping.pt; returns how to train on it.
 
     The last state is normed here, since this trainer's head reads it normed: in float32, rounded once.
     """
+    import torch
+
     written = {"train": 0, "held_out": 0}
     for row in parcel.rows:
         i = written[row.split]
@@ -82,7 +84,7 @@ def write(root: Path, parcel: Parcel) -> str:
     )
 
 
-def _sample(row: OutRow, parcel: Parcel) -> dict[str, torch.Tensor]:
+def _sample(row: OutRow, parcel: Parcel) -> dict[str, Tensor]:
     return {
         "input_ids": row.input_ids,
         "loss_mask": row.loss_mask,

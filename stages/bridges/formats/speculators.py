@@ -9,16 +9,13 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from safetensors.torch import save_file
-
-from stages.bridges._open import damaged
-from stages.bridges._rows import demand_keys, make_row, states
 from stages.bridges.handing import Parcel
 from stages.bridges.kinds import ForeignRow, Look, StoreFile, StoreKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SAMPLE = re.compile(r"hs_(?P<index>\d+)\.safetensors")
 _SLOTS = 4
@@ -35,6 +32,10 @@ SIDE_FILES = frozenset(
     }
 )
 CONFIG = "data_config.json"
+NUMBERING = "speculators"
+LAST_STATE = "before_final_norm"
+_BATCH = 256  # rows in a record batch
+_LISTS = ("input_ids", "loss_mask")
 
 
 def recognise(look: Look) -> StoreKind | None:
@@ -53,6 +54,9 @@ def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[Foreig
     Raises:
         DataError: a part is missing, or parts do not fit each other.
     """
+    from stages.bridges._open import damaged
+    from stages.bridges._rows import demand_keys, make_row, states
+
     demand_keys(sample, ("hidden_states", "token_ids"), path)
     stacked = states(sample["hidden_states"], "hidden_states", path, dims=3)
     if stacked.shape[1] < _SLOTS:
@@ -68,17 +72,14 @@ def layer_ids(config: dict[str, Any]) -> list[int] | None:
     return [int(i) for i in ids] if isinstance(ids, list) else None
 
 
-NUMBERING = "speculators"
-LAST_STATE = "before_final_norm"
-_BATCH = 256  # rows in a record batch
-_LISTS = ("input_ids", "loss_mask")
-
-
 def write(root: Path, parcel: Parcel) -> str:
     """hidden_states/hs_{i}.safetensors, the Arrow data set that holds masks, and d2t/t2d; returns how to train on it.
 
     The trainer splits by place, so training rows come first: the ratio told is that of their number.
     """
+    import numpy as np
+    from safetensors.torch import save_file
+
     states = root / "hidden_states"
     states.mkdir(parents=True)
     table = _Table(root)
@@ -110,7 +111,7 @@ class _Table:
         self._file = (root / _ARROW).open("wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
 
-    def add(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
+    def add(self, ids: Tensor, mask: Tensor) -> None:
         for name, value in zip((*_LISTS, "seq_len"), (ids.numpy(), mask.numpy(), len(ids)), strict=True):
             self._waiting[name].append(value)
         self._rows += 1

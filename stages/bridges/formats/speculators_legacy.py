@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stages.bridges._open import damaged
-from stages.bridges._rows import demand_keys, make_row, states
 from stages.bridges.kinds import ForeignRow, Look, StoreFile, StoreKind
 
 SAMPLE = re.compile(r"data_(?P<index>\d+)\.pt")
@@ -48,6 +46,9 @@ def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[Foreig
     Raises:
         DataError: an older schema, no list of three states or more, or parts that do not fit each other.
     """
+    from stages.bridges._open import damaged
+    from stages.bridges._rows import demand_keys, make_row, states
+
     demand_keys(sample, ("input_ids", "hidden_states"), path, {"target": "v0, with hidden_state and target"})
     listed = sample["hidden_states"]
     if not isinstance(listed, list | tuple) or len(listed) < _AUX:
