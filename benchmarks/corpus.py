@@ -139,7 +139,7 @@ def main() -> None:
         path, out = Path(room) / "source.jsonl", Path(room) / "prepared"
         write_source(path)
         prepare = settings(path, params.prepare)
-        renderer: Any = TimedRenderer(Renderer(folder), clock)
+        renderer: Any = TimedRenderer(Renderer(folder, params.prepare.rendering), clock)
         identity = identify_target(folder, params.target.name)
 
         def write(corpus: Corpus) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from stages._gate_files import Gathered, damaged, prepared_rows
 from stages.contracts.files import file_digest
 from stages.contracts.manifest import PREPARED, PREPARED_MANIFEST, PreparedManifest
 from stages.contracts.params import Params
 from stages.contracts.quality import ACCEPTED_DATASET, PREPARED_QUALITY, AcceptedDataset, PreparedQuality, earlier_than
+from stages.corpus.rendering import Renderer
 from stages.gates import extraction
 from stages.targets import identify_target, locate_target
 
@@ -21,7 +21,7 @@ def gather_extraction(params: Params) -> Gathered:
     manifest = PreparedManifest.read(PREPARED_MANIFEST)
     quality = PreparedQuality.read(PREPARED_QUALITY)
     folder = locate_target(params.target.origin)
-    prefix, bos = template_opening(folder)
+    renderer = Renderer(folder, params.prepare.rendering)
     evidence = extraction.Evidence(
         manifest=manifest,
         rows=prepared_rows(manifest),
@@ -40,8 +40,8 @@ def gather_extraction(params: Params) -> Gathered:
             ]
         ),
         target=identify_target(folder, params.target.name),
-        template_prefix=prefix,
-        bos_id=bos,
+        template_prefix=renderer.opening(),
+        bos_id=renderer.bos_id,
         quality=quality,
         earlier=earlier_than(quality, accepted_dataset()),
     )
@@ -59,22 +59,3 @@ def gather_extraction(params: Params) -> Gathered:
 def accepted_dataset() -> AcceptedDataset | None:
     """The rows that gate-extraction let pass last."""
     return AcceptedDataset.read(ACCEPTED_DATASET) if ACCEPTED_DATASET.exists() else None
-
-
-def template_opening(folder: Path) -> tuple[tuple[int, ...], int | None]:
-    """The ids that every conversation opens with, whatever it says, and the BOS id."""
-    from jinja2.exceptions import TemplateError
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "Zero."}
-    openings: list[list[int]] = []
-    for messages in ([user], [{"role": "user", "content": "Why?"}], [system, user]):
-        try:
-            openings.append(tokenizer.apply_chat_template(messages, return_dict=False))
-        except TemplateError:  # a template without a system role says so in this way
-            continue
-    common = 0
-    while all(len(o) > common for o in openings) and len({o[common] for o in openings}) == 1:
-        common += 1
-    return tuple(openings[0][:common]), tokenizer.bos_token_id

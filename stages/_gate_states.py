@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stages.contracts.errors import DataError
-from stages.contracts.files import file_digest
 from stages.contracts.manifest import HIDDEN_STATES, CapturedFolder, CaptureSpec
 from stages.contracts.params import Params
 from stages.contracts.progress import progress
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from stages.capture.norm_probe import NormProbe
     from stages.capture.probe import ProbeRow
-    from stages.capture.store import RowStore
+    from stages.capture.store import RowFolder, RowStore
     from stages.targets._decoder import Decoder
 
 PROBE_TOKENS = 512  # of a row; states of a prefix do not depend on what follows
@@ -34,9 +34,8 @@ def look_at_folders(folders: Sequence[CapturedFolder], store: RowStore, rows: Da
     import pandas as pd
     import torch
 
-    from stages.capture.probe import ProbeRow
     from stages.capture.row_faults import Seen, row_faults
-    from stages.capture.store import ROWS
+    from stages.capture.verify import found_digest
 
     wanted = {
         r: (torch.tensor(i), torch.tensor(m))
@@ -47,18 +46,18 @@ def look_at_folders(folders: Sequence[CapturedFolder], store: RowStore, rows: Da
     seen = Seen()
     with progress(sum(f.tokens for f in folders), "gate-training: stored states", "tokens") as advance:
         for f in folders:
-            fact, path = blank_folder(f), store.root / f.name / ROWS
+            fact = blank_folder(f)
             facts.append(fact)
-            fact["found_digest"] = file_digest(path) if path.exists() else "no such file"
+            fact["found_digest"] = found_digest(store.root / f.name)
             try:
                 opened = store.folder(f.name)
             except DataError as error:
                 fact["fault"] = f"{error.what} ({error.got})"
                 continue
-            spec, (T, S, H) = opened.config.capture, opened.states.shape
+            spec, (T, S, H) = opened.config.capture, opened.shape
             fact |= {"found_config": opened.config.digest(), "capture": spec.digest(), "slots": S, "width": H}
-            fact |= {"rows_stored": len(opened), "tokens_stored": T, "dtype": _dtype(opened.states)}
-            members = (ProbeRow(r, *(opened.row(i)[n] for n in (1, 2, 0))) for i, r in enumerate(opened.config.row_ids))
+            fact |= {"rows_stored": len(opened), "tokens_stored": T, "dtype": str(opened.dtype).removeprefix("torch.")}
+            members = (_probe_row(opened, i) for i in range(len(opened)))
             for i, fault in enumerate(row_faults(f.name, members, wanted, seen)):
                 at = {"row_in_folder": i, "offset": int(opened.offsets[i])}
                 stored.setdefault(fault.row_id, []).append({**vars(fault), **at})
@@ -66,8 +65,12 @@ def look_at_folders(folders: Sequence[CapturedFolder], store: RowStore, rows: Da
     return pd.DataFrame(facts), stored
 
 
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _probe_row(folder: RowFolder, i: int) -> ProbeRow:
+    """Row `i` as it lies on the disk: damaged bytes are the folders table's business."""
+    from stages.capture.probe import ProbeRow
+
+    states, ids, mask = folder.view(i)
+    return ProbeRow(folder.config.row_ids[i], ids, mask, states, folder.kept(i))
 
 
 def choose_rows(
@@ -78,7 +81,6 @@ def choose_rows(
     Every folder gives a row, up to MOST_PROBED folders: any of them alone may have been captured wrong. A folder whose
     states have another shape is left to the folders table.
     """
-    from stages.capture.probe import ProbeRow
 
     def rank(row_id: str) -> str:
         return hashlib.sha256(f"probe {row_id}".encode()).hexdigest()
@@ -93,8 +95,8 @@ def choose_rows(
     chosen: dict[str, list[ProbeRow]] = {}
     for row_id in turns[: max(params.gates.training.probe_rows, min(len(order), MOST_PROBED))]:
         at = stored[row_id][0]
-        states, ids, mask = store.row(at["folder"], at["row_in_folder"])
-        chosen.setdefault(at["folder"], []).append(ProbeRow(row_id, ids, mask, states))
+        row = _probe_row(store.folder(at["folder"]), at["row_in_folder"])
+        chosen.setdefault(at["folder"], []).append(row)
     if not chosen:
         raise DataError(
             "No stored row can be read, so no layer can be proved",
@@ -108,7 +110,7 @@ def choose_rows(
 def _shape_of(store: RowStore, folder: str) -> tuple[int, ...]:
     """Slots and width of a folder's states; none when it cannot be opened, which the folders table says."""
     try:
-        return tuple(store.folder(folder).states.shape[1:])
+        return store.folder(folder).shape[1:]
     except DataError:
         return ()
 
@@ -124,6 +126,7 @@ def probe(
     """Each slot of each folder against every point of the target, and the last state before and after the final norm."""
     import pandas as pd
 
+    from stages.capture.forms import as_stored
     from stages.capture.margins import REFUSED, coarser, margin_of
     from stages.capture.norm_probe import probe_norm
     from stages.capture.probe import probe_rows
@@ -136,7 +139,9 @@ def probe(
         ids = [row.input_ids[:PROBE_TOKENS] for members in rows.values() for row in members]
         expect_rows(target, ids, lambda layers: advance(0, f"layer {layers} of {target.config.layers}"))
         for folder, members in rows.items():
-            probes = probe_rows(target, members, params.capture.points, PROBE_TOKENS)
+            probes = probe_rows(
+                target, members, params.capture.points, PROBE_TOKENS, partial(as_stored, form=capture.form)
+            )
             slots += [
                 {**vars(s), "folder": folder, "slot": f"{folder} slot {s.slot}", "p99_limit": limit} for s in probes
             ]

@@ -1,4 +1,5 @@
-"""glance: how the line stands, or what a path is. `python -m stages.glance [PATH] [--json]`
+"""glance: how the line stands, or what a path is. `python -m stages.glance [PATH] [--json]`; of prepared rows, one as the
+model sees it: `python -m stages.glance data/prepared ROW [--html]`
 
 Reads only the JSON that the stages left, so it answers at once.
 """
@@ -25,6 +26,7 @@ from stages.contracts.manifest import (
 )
 from stages.contracts.report import GateName
 from stages.contracts.repository import demand_repository
+from stages.glance_row import show_row
 from stages.reporting.facts import Line, read_line
 from stages.reporting.page import PAGE
 
@@ -263,6 +265,8 @@ def show_path(path: Path, as_json: bool) -> None:
 
 
 def main() -> None:
+    if show_row(sys.argv[1:]):
+        return
     arguments = [a for a in sys.argv[1:] if a != "--json"]
     if len(arguments) > 1 or any(a.startswith("-") for a in arguments):
         raise LineError(

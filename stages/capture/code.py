@@ -15,7 +15,7 @@ def code_digest(model_type: str, stages: Path = STAGES) -> str:
     A family without a file of its own is refused when the target is loaded; here it is merely left out.
     """
     shared = (f"targets/{name}.py" for name in _SHARED)
-    names = ("capture/spill.py", *shared, f"targets/{model_type.replace('-', '_')}.py")
+    names = ("capture/spill.py", "capture/forms.py", *shared, f"targets/{model_type.replace('-', '_')}.py")
     sha = hashlib.sha256()
     for path in (stages / name for name in names):
         if path.exists():

@@ -57,7 +57,8 @@ def probe_norm(target: Decoder, rows: Sequence[ProbeRow], max_tokens: int = MOST
         ids, stored = row.input_ids[:max_tokens].long().to(target.device), row.states[:max_tokens, -1].to(target.device)
         own = target.packed(ids, [len(ids)]).last
         normed = F.rms_norm(own, (own.shape[-1],), target.norm, target.config.eps)
-        far.append(torch.stack([apart(stored, own)[FIRST:], apart(stored, normed)[FIRST:]], -1))
+        both = torch.stack([apart(stored, own)[FIRST:], apart(stored, normed)[FIRST:]], -1)
+        far.append(both if row.kept is None else both[row.kept[FIRST:max_tokens, -1]])
         asked = row.loss_mask[1:max_tokens].bool().nonzero()[:, 0].to(target.device)
         label, read = ids[1:][asked], stored[asked].to(target.dtype)
         readings = target.logits(read), target.head(read).float(), target.logits(own[asked])

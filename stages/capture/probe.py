@@ -12,7 +12,7 @@ L tokens of a row, S slots, H hidden size, N = n+1 points.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,12 +30,14 @@ FIRST = 1  # positions before this one are left out of every median
 
 
 class ProbeRow(NamedTuple):
-    """input_ids [L] and loss_mask [L] of a row, and the states [L, S, H] that are held to be the target's."""
+    """input_ids [L] and loss_mask [L] of a row, and the states [L, S, H] that are held to be the target's; kept, bool
+    [L, S]: which of them are stored, all of them when None."""
 
     row_id: str
     input_ids: Tensor
     loss_mask: Tensor
     states: Tensor
+    kept: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -64,26 +66,43 @@ class SlotProbe:
     tokens: int
 
 
-def apart(stored_LH: Tensor, state_LH: Tensor) -> Tensor:
-    """Relative L2 [L] of each position; infinite where the stored state is not finite."""
+def apart(stored_LH: Tensor, state_LH: Tensor, rounded_LH: Tensor | None = None) -> Tensor:
+    """Relative L2 [L] of each position; infinite where the stored state is not finite. rounded: the state as a store that
+    rounds gives it back, where like is to be compared with like."""
     stored, state = stored_LH.float(), state_LH.float()
-    far = (stored - state).norm(dim=-1) / state.norm(dim=-1).clamp_min(1e-30)
+    far = (stored - (state if rounded_LH is None else rounded_LH.float())).norm(dim=-1) / state.norm(dim=-1).clamp_min(
+        1e-30
+    )
     return torch.where(far.isfinite(), far, torch.inf)
 
 
 @torch.inference_mode()
-def distances(target: Decoder, ids: Tensor, slots: Tensor) -> Tensor:
-    """Relative L2 [L-1, S, N+1] of slots [L, S, H] to every point; the last column is the state after the final norm."""
+def distances(target: Decoder, ids: Tensor, slots: Tensor, stored: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Relative L2 [L-1, S, N+1] of slots [L, S, H] to every point; the last column is the state after the final norm.
+
+    `stored` makes of an auxiliary state what a store that rounds it gives back: like is compared with like.
+    """
     n, eps = target.config.layers, target.config.eps
     stream = target.packed(ids.long().to(target.device), [len(ids)], range(n + 1))
     after = F.rms_norm(stream.last, (stream.last.shape[-1],), target.norm, eps)
     slots_LSH = slots[FIRST:].to(target.device)
     states = [*(stream.states[p] for p in range(n + 1)), after]
-    return torch.stack([apart(slots_LSH, state[FIRST:, None]) for state in states], -1).cpu()
+    columns = []
+    for state in states:
+        state_L1H = state[FIRST:, None]
+        far_LS = apart(slots_LSH, state_L1H)
+        if stored is not None:
+            far_LS[:, :-1] = apart(slots_LSH[:, :-1], state_L1H, stored(state_L1H.float()))
+        columns.append(far_LS)
+    return torch.stack(columns, -1).cpu()
 
 
 def high(distance_L: Tensor) -> float:
-    """The distance that 99 of 100 positions keep to; of fewer than 100 positions the largest."""
+    """The distance that 99 of 100 positions keep to; of fewer than 100 positions the largest. NaN is no position; without
+    any, 0."""
+    distance_L = distance_L[~distance_L.isnan()]
+    if not len(distance_L):
+        return 0.0
     return float(distance_L.sort().values[math.ceil(0.99 * len(distance_L)) - 1])
 
 
@@ -93,6 +112,8 @@ def nearest_points(
     slots: Sequence[Tensor],
     claimed: Sequence[int],
     max_tokens: int = MOST_TOKENS,
+    kept: Sequence[Tensor | None] | None = None,
+    stored: Callable[[Tensor], Tensor] | None = None,
 ) -> list[SlotProbe]:
     """Name the point that each slot holds, from rows that start at position 0: each by the row that disagrees most.
 
@@ -101,17 +122,36 @@ def nearest_points(
         slots: states [L, S, H] of each row, as stored or as an engine feeds them.
         claimed: the point that each slot is said to hold.
         max_tokens: tokens of a row that are compared; at least 2 are needed.
+        kept: which states of a row are stored, bool [L, S] or None for all; the others are left out.
+        stored: see `distances`.
 
     Raises:
         DataError: no row of two tokens.
     """
-    per_row = [distances(target, i[:max_tokens], s[:max_tokens]) for i, s in zip(ids, slots, strict=True) if len(i) > 1]
+    per_row = [
+        _only(distances(target, i[:max_tokens], s[:max_tokens], stored), k)
+        for i, s, k in zip(ids, slots, kept or [None] * len(ids), strict=True)
+        if len(i) > 1
+    ]
     if not per_row:
         raise DataError("No row to probe", expected="a row of two tokens or more", got=f"{len(ids)} rows, none as long")
     tokens = sum(len(row) for row in per_row)
-    medians_RSN = [row.median(0).values.tolist() for row in per_row]
+    medians_RSN = [row.nanmedian(0).values.tolist() for row in per_row]
     highs_S = [max(high(row[:, slot, at]) for row in per_row) for slot, at in enumerate(claimed)]
-    return [_slot(slot, at, [m[slot] for m in medians_RSN], highs_S[slot], tokens) for slot, at in enumerate(claimed)]
+    return [_slot(slot, at, _kept_rows(medians_RSN, slot), highs_S[slot], tokens) for slot, at in enumerate(claimed)]
+
+
+def _only(apart_LSN: Tensor, kept: Tensor | None) -> Tensor:
+    """NaN, which no median counts, for what is not stored."""
+    if kept is None:
+        return apart_LSN
+    return apart_LSN.masked_fill(~kept[FIRST : FIRST + len(apart_LSN), :, None], torch.nan)
+
+
+def _kept_rows(medians_RSN: list[list[list[float]]], slot: int) -> list[list[float]]:
+    """A slot's medians, of rows that store it at all; of no row that does, infinity."""
+    found = [row[slot] for row in medians_RSN if row[slot][0] == row[slot][0]]
+    return found or [[torch.inf] * len(medians_RSN[0][slot])]
 
 
 def _slot(slot: int, claimed: int, medians_RN: list[list[float]], p99: float, tokens: int) -> SlotProbe:
@@ -139,8 +179,13 @@ def _slot(slot: int, claimed: int, medians_RN: list[list[float]], p99: float, to
 
 
 def probe_rows(
-    target: Decoder, rows: Sequence[ProbeRow], points: Sequence[int], max_tokens: int = MOST_TOKENS
+    target: Decoder,
+    rows: Sequence[ProbeRow],
+    points: Sequence[int],
+    max_tokens: int = MOST_TOKENS,
+    stored: Callable[[Tensor], Tensor] | None = None,
 ) -> list[SlotProbe]:
     """Probe stored rows: a record a slot, the last slot being the last state, claimed to be point n."""
     claimed = (*sorted(points), target.config.layers)
-    return nearest_points(target, [r.input_ids for r in rows], [r.states for r in rows], claimed, max_tokens)
+    ids, slots, kept = ([getattr(r, name) for r in rows] for name in ("input_ids", "states", "kept"))
+    return nearest_points(target, ids, slots, claimed, max_tokens, kept, stored)

@@ -48,13 +48,14 @@ class RowFaults:
     mask_equal: bool
 
 
-def count_states(slots: Sequence[Tensor]) -> StateCounts:
-    """Count over the states [L, H] of each slot."""
-    tails = [slot[FIRST:] for slot in slots]
+def count_states(slots: Sequence[Tensor], kept: Tensor | None = None) -> StateCounts:
+    """Count over the states [L, H] of each slot; kept, bool [L, S]: those that are stored, all when None."""
+    there = [torch.ones(len(s), dtype=torch.bool) if kept is None else kept[:, i] for i, s in enumerate(slots)]
+    tails = [slot[FIRST:] if kept is None else slot[FIRST:][k[FIRST:]] for slot, k in zip(slots, there, strict=True)]
     return StateCounts(
         nan=sum(int(slot.isnan().sum()) for slot in slots),
         inf=sum(int(slot.isinf().sum()) for slot in slots),
-        zero_states=sum(int((slot == 0).all(-1).sum()) for slot in slots),
+        zero_states=sum(int(((slot == 0).all(-1) & k).sum()) for slot, k in zip(slots, there, strict=True)),
         constant_slots=sum(len(tail) > 1 and bool((tail == tail[:1]).all()) for tail in tails),
         equal_slots=sum(any(torch.equal(slot, other) for other in slots[:i]) for i, slot in enumerate(slots)),
     )
@@ -97,10 +98,10 @@ def row_faults(
     for row in rows:
         ids, mask = prepared.get(row.row_id, (row.input_ids[:0], row.loss_mask[:0]))
         slots = row.states.unbind(1)
-        counts = count_states(slots)
-        filled = (
-            not counts.zero_states and not counts.constant_slots
-        )  # those are equal to one another for another reason
+        counts = count_states(slots, row.kept)
+        # Zeros and constants are equal to one another for another reason, and a row cut behind its last supervised token
+        # may well hold the same states as one that goes on otherwise.
+        filled = not counts.zero_states and not counts.constant_slots and (row.kept is None or bool(row.kept.all()))
         copied = seen.before(fingerprint(slots), row.row_id) if filled else None
         records.append(
             RowFaults(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -73,6 +74,52 @@ class Source(Section):
         return domain
 
 
+class Rendering(Section):
+    """How messages become token ids: what the server is told beside them, and what becomes of what a template drops."""
+
+    template_arguments: dict[str, Any]
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None
+    rewritten_history: Literal["split", "last", "reject"]
+    think_tags: Literal["split", "as_is"]
+    dropped_reasoning: Literal["restore", "reject"]
+    empty_reasoning: Literal["skip", "keep"]
+    unknown_tools: Literal["as_text", "reject"]
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _date_as_text(cls, date: object) -> object:
+        """YAML reads 2026-01-31 as a date; a day that is none stays text and is refused here."""
+        if isinstance(date, str):
+            datetime.date.fromisoformat(date)
+        return date.isoformat() if type(date) is datetime.date else date
+
+
+class Answers(Section):
+    """Who answers the prompts: the target in this process, or the server that serves it."""
+
+    engine: Literal["in_process", "openai"]
+    base_url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None
+    model: str | None
+    concurrency: Positive
+    timeout_s: Annotated[Number, Field(gt=0)]
+    retries: Annotated[Whole, Field(ge=0, le=20)]
+    token_ids: Literal["require", "retokenise"]
+    max_failed_share: Share
+
+    @property
+    def name(self) -> str:
+        """What the manifest calls it: where a server stands does not matter, which model it was asked for does."""
+        return self.engine if self.engine == "in_process" else f"{self.engine} {self.model}"
+
+    @model_validator(mode="after")
+    def _server_has_an_address(self) -> Answers:
+        if self.engine == "openai" and not (self.base_url and self.model):
+            raise ValueError("engine openai needs `base_url` and `model`")
+        if self.base_url and "@" in self.base_url.split("//", 1)[1].split("/", 1)[0]:
+            raise ValueError("`base_url` holds credentials; give the key in the environment variable DRAFTLINE_API_KEY")
+        return self
+
+
 class Prepare(Section):
     seed: Seed
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
@@ -86,6 +133,8 @@ class Prepare(Section):
     repetitive: Literal["drop", "keep"]
     held_out_share: Annotated[Number, Field(gt=0, lt=1)]
     out_of_distribution: Annotated[Whole, Field(ge=0)]
+    rendering: Rendering
+    answers: Answers
     near_duplicates: Literal["keep", "drop"]
     near_duplicate_similarity: Annotated[Number, Field(ge=0.5, le=1)]
     benchmark_prompts: tuple[str, ...]
@@ -110,6 +159,9 @@ class Capture(Section):
     points: Annotated[tuple[Whole, ...], Field(min_length=3, max_length=3)]
     rows_per_folder: Positive
     tokens_per_batch: Positive
+    store_tokens: Literal["all", "to_last_supervised"]
+    store_last: Literal["all", "before_supervised"]
+    store_aux: Literal["bfloat16", "float8_e4m3"]
     adopt: str | None
     adopt_layer_ids: Annotated[tuple[Whole, ...], Field(min_length=1)] | None
     adopt_last_state: Literal["before_final_norm", "after_final_norm"] | None

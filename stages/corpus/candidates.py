@@ -36,14 +36,12 @@ def asked(item: Item, prepare: Prepare, renderer: Renderer) -> Candidate:
 def given_rows(item: Item, prepare: Prepare, renderer: Renderer) -> list[Candidate | Reject]:
     """Rows with the answers they came with; beyond max_row_tokens a row is cut and counts as capped. A conversation's rows
     keep to one side of the split, that of its first prompt."""
-    rendered = renderer.given(item.messages, item.tools)
-    rows = rendered if isinstance(rendered, tuple) else (rendered,)
+    rows = renderer.given(item.messages, item.tools)
     side = prompt_id(rows[0].ids[: rows[0].prompt_tokens])
     taken: list[Candidate | Reject] = []
     for i, row in enumerate(rows):
-        until = getattr(row, "messages", len(item.messages))
-        name = f"{item.item}#{until}" if i else item.item
-        taken.append(_cut(name, row.ids, row.mask, item.messages[:until], prepare, side))
+        name = f"{item.item}#{row.messages}" if i else item.item
+        taken.append(_cut(name, row.ids, row.mask, item.messages[: row.messages], prepare, side))
     return taken
 
 

@@ -61,6 +61,8 @@ def write_prepared(
         seed=prepare.seed,
         temperature=prepare.temperature,
         max_new_tokens=prepare.max_new_tokens,
+        answered_by=prepare.answers.name,
+        template_arguments=prepare.rendering.template_arguments,
         sources=tuple(sources),
         out_of_distribution_prompts=len(corpus.apart),
         out_of_distribution_digest=file_digest(folder / "out_of_distribution.parquet"),

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.corpus.answers import Generated
+from stages.corpus.answers import UNANSWERED, Generated
 from stages.corpus.items import Reject, RowFault
 from stages.corpus.quality import has_supervised_pair, repeats_itself
 from stages.corpus.split import Split, row_id
@@ -76,8 +76,11 @@ def regenerated_row(
     """Prompt ids and answer ids as they were generated; every answer token is supervised, the end of turn included.
 
     Raises:
-        RowFault: the answer is empty, capped or repetitive beyond what the policy keeps, or too short to learn from.
+        RowFault: the answer is empty, capped or repetitive beyond what the policy keeps, or too short to learn from; or
+            there is none.
     """
+    if answer.finish in UNANSWERED:
+        raise RowFault(UNANSWERED[answer.finish], answer.detail)
     text = decode(answer.ids)
     capped = answer.finish == "length"
     said = text if capped else _THOUGHTS.sub("", text)

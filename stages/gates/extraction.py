@@ -61,6 +61,8 @@ def _target(evidence: Evidence, params: Params) -> Table:
         ("seed", params.prepare.seed, evidence.manifest.seed),
         ("temperature", params.prepare.temperature, evidence.manifest.temperature),
         ("answer limit, tokens", params.prepare.max_new_tokens, evidence.manifest.max_new_tokens),
+        ("engine of the answers", params.prepare.answers.name, evidence.manifest.answered_by),
+        ("template arguments", params.prepare.rendering.template_arguments, evidence.manifest.template_arguments),
     ]
     rows = pd.DataFrame([{"item": i, "expected": str(a), "found": str(b)} for i, a, b in pairs])
     check = same(

@@ -16,7 +16,7 @@ from tests.capture.conftest import SPEC
 
 @pytest.mark.parametrize(
     "file",
-    ["capture/spill.py", "targets/llama.py"] + [f"targets/{name}.py" for name in code._SHARED],
+    ["capture/spill.py", "capture/forms.py", "targets/llama.py"] + [f"targets/{name}.py" for name in code._SHARED],
 )
 def test_a_changed_line_of_capture_code_makes_another_digest_and_another_work_cache(tmp_path: Path, file: str) -> None:
     stages = tmp_path / "stages"

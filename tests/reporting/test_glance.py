@@ -92,6 +92,8 @@ def test_a_path_says_what_it_is(tmp_path: Path, path: str, what: str, words: str
         row_ids=("a", "b"),
         tokens=9,
         bytes=99,
+        head_digest="sha256:0",
+        groups=(),
         rows_digest="sha256:0",
     ).write(tmp_path / "data/hidden_states/rows_0-2/data_config.json")
     facts = glance.describe(tmp_path / path)
