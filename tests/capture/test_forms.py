@@ -11,7 +11,9 @@ import torch
 from safetensors import safe_open
 
 from stages.capture.forms import as_stored, decode, encode, kept, quantise
-from stages.capture.probe import ProbeRow, probe_norm, probe_rows, row_faults
+from stages.capture.norm_probe import probe_norm
+from stages.capture.probe import ProbeRow, probe_rows
+from stages.capture.row_faults import row_faults
 from stages.capture.rows import FolderPlan, Row, row_id
 from stages.capture.spill import capture_rows
 from stages.capture.store import ROWS, RowFolder, folder_bytes, write_folder

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from stages import targets
-from stages.capture.probe import ProbeRow, probe_norm, probe_rows
+from stages.capture.norm_probe import probe_norm
+from stages.capture.probe import ProbeRow, probe_rows
 from stages.contracts.errors import EngineError
 from stages.targets import _checkpoint, expect_rows, load_target, open_target
 from stages.targets._checkpoint import Checkpoint, StoredParts
