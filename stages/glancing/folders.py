@@ -131,10 +131,15 @@ def range_of(name: str) -> Span | None:
 
 
 def account(
-    name: str, files: Sequence[File], run: Run | None, lengths: Mapping[str, int] | None, frame: Frame | None
+    name: str,
+    span: Span | None,
+    files: Sequence[File],
+    run: Run | None,
+    lengths: Mapping[str, int] | None,
+    frame: Frame | None,
 ) -> Folder:
     """Account for one folder. frame: of a sample of the store, or None."""
-    folder = Folder(name, range_of(name), run, lengths is not None, files=len(files))
+    folder = Folder(name, span, run, lengths is not None, files=len(files))
     folder.bytes = sum(f.bytes for f in files)
     _number(folder, files)
     _weigh(folder, files, lengths, frame)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stages.glancing.contents import Contents, contents_of
-from stages.glancing.faults import known_faults
-from stages.glancing.folders import File, Folder, Frame, account, frame_of
+from stages.glancing.faults import known_faults, numbers_of
+from stages.glancing.folders import File, Folder, Frame, account, frame_of, range_of
 from stages.glancing.judging import tell_folders, tell_strange
 from stages.glancing.places import Depth, PointsOf, Readings, Slots, tell_points
 from stages.glancing.runs import LENGTHS, Run, read_lengths, read_runs
@@ -41,11 +41,12 @@ def survey(root: Path, kind: Kind, files: Sequence[File], strange: Sequence[Path
     frame = None
     if sample and shape and kind.tool != "nemo_automodel" and not sample.name.endswith(".gz"):
         frame = frame_of(contents, sample.bytes, shape.tokens)
-    folders = _account(kind, files, runs, lengths, frame)
+    folders = _account(root, kind, files, runs, lengths, frame)
     _tell_rows(told, kind, folders, runs)
     tell_sample(told, kind, contents, shape, said.hidden_size, sample)
     slots = Slots(shape.aux, shape.last) if shape else None
     depth = reader.depth_of(said.target, told.facts.get("hidden_size"))
+    _doubt(told, kind, runs)
     tell_points(told, said.layer_ids, kind.dialect or kind.numbering, depth, slots, reader.points_of, reader.readings)
     tell_folders(told, kind, folders, lengths, bad)
     tell_strange(told, root, strange)
@@ -56,6 +57,7 @@ def survey(root: Path, kind: Kind, files: Sequence[File], strange: Sequence[Path
 
 
 def _account(
+    root: Path,
     kind: Kind,
     files: Sequence[File],
     runs: Sequence[Run],
@@ -71,7 +73,8 @@ def _account(
     folders: list[Folder] = []
     for name, inside in by_name.items():
         length = lengths.get(name)
-        folders.append(account(name, inside, run_of.get(name), length if isinstance(length, dict) else None, frame))
+        known = length if isinstance(length, dict) else None
+        folders.append(account(name, range_of(name or root.name), inside, run_of.get(name), known, frame))
     return folders
 
 
@@ -99,6 +102,17 @@ def _tell_runs(told: Told, runs: Sequence[Run]) -> _Said:
             )
     first = runs[0] if runs else Run("")
     return _Said(next((r.layer_ids for r in runs if r.layer_ids is not None), None), first.hidden_size, first.target)
+
+
+def _doubt(told: Told, kind: Kind, runs: Sequence[Run]) -> None:
+    """Whether it is clear in whose words the ids are written: only a version that fits the format settles that."""
+    versions = [r.version for r in runs if r.version]
+    fits = {"0.3-0.4": lambda v: numbers_of(v)[:2] in ((0, 3), (0, 4)), ">=0.5": lambda v: numbers_of(v) >= (0, 5)}
+    fit = fits.get(kind.era, lambda v: True)
+    told.facts["ambiguous"] = not versions or not all(fit(v) for v in versions)
+    if strange := [v for v in versions if not fit(v)]:
+        words = f"The files are laid out as speculators {kind.era} writes them, the config says {strange[0]}: its ids may be in other words"
+        told.add("risk", words, "the value probe tells which: `--deep` with the target at hand")
 
 
 def _tell_rows(told: Told, kind: Kind, folders: Sequence[Folder], runs: Sequence[Run]) -> None:
