@@ -83,7 +83,7 @@ def _permuted(run: Run) -> list[Note]:
     told = f"batches of {batch}" + ("" if run.batch_size else ", its default")
     if batch <= _STRING_ORDER:
         words = f"The permuted masks of speculators {version} are ruled out: it ran {told}, and up to {_STRING_ORDER} text and number sort alike"
-        return [Note("fine", words)]
+        return [Note("fine", words, where=run.folder)]
     words = f"speculators {version} in {told}: {displaced(batch)} of every {batch} rows carry another row's loss mask (ids and states agree)"
     do = "keep the states, rebuild the masks from the tokens: bridges do so when extract adopts this store"
     return [Note("fault", words, do, run.folder)]
@@ -96,7 +96,9 @@ def _truncated(run: Run, lengths: Mapping[str, int]) -> list[Note]:
     limit = run.max_model_len - 1
     cut = sum(n >= limit for n in lengths.values())
     if not cut:
-        return [Note("fine", f"No row reaches the model's limit of {limit} tokens, so none was cut there")]
+        return [
+            Note("fine", f"No row reaches the model's limit of {limit} tokens, so none was cut there", where=run.folder)
+        ]
     words = f"{cut} rows are {limit} tokens long, the model's limit: cut there, and without their last token"
     return [Note("risk", words, "leave them out, or extract them again with a larger --max-model-len", run.folder)]
 

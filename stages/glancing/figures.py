@@ -32,7 +32,8 @@ def of_merged(m: MergedManifest) -> Facts:
 def of_spec(spec: CaptureSpec) -> Facts:
     """Points, in numbers and in words."""
     after = ", ".join(f"after {p}" for p in spec.points)
-    words = f"{after} of {spec.layers} layers; the last state {spec.last_state.replace('_', ' ')}"
+    stored = f"H {spec.hidden_size}, {spec.stored_dtype}"
+    words = f"{after} of {spec.layers} layers; the last state {spec.last_state.replace('_', ' ')}; {stored}"
     return {
         "points": list(spec.points),
         "points_in_words": words,

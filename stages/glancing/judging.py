@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from stages.glancing.folders import Folder
@@ -33,23 +34,24 @@ def tell_folders(
         if isinstance(value, str):
             told.add("fault", f"{LENGTHS} cannot be read: {value}", where=f"{name}/{LENGTHS}".lstrip("/"))
     _tell_ranges(told, folders, [(f.name, f.span) for f in folders if f.span])
-    if kind.tool == "speculators":
+    if kind.era == "0.3-0.4":
         _tell_unfinished(told, folders)
     told.facts["holes"] = sum(size_of(f.holes) for f in folders)
     told.facts["rows_missing"] = sum(f.missing for f in folders)
-    _tell_checks(told, folders, "shard" if kind.tool == "nemo_automodel" else "row")
-    table = [_line(f) for f in folders if f.name]
+    stay = ". A resumed run goes on after its highest number, so they stay" if kind.era == "0.3-0.4" else ""
+    _tell_checks(told, folders, _Words("shard" if kind.tool == "nemo_automodel" else "row", stay))
+    table = [_line(f, kind.era == "0.3-0.4") for f in folders if f.name]
     if table:
         told.facts["by_folder"] = table
 
 
-def _line(f: Folder) -> dict[str, object]:
+def _line(f: Folder, configured: bool) -> dict[str, object]:
     return {
         "folder": f.name,
         "rows": f.rows,
         "tokens": f.tokens,
         "bytes": f.bytes,
-        "config": f.run is not None,
+        "config": f.run is not None if configured else None,
         "state": f.state,
         "holes": [list(h) for h in f.holes],
     }
@@ -117,53 +119,58 @@ def _tell_unfinished(told: Told, folders: Sequence[Folder]) -> None:
     told.facts["without_lengths"] = lengths
 
 
+@dataclass(frozen=True)
+class _Words:
+    """What a file is called, and what is known of holes."""
+
+    noun: str
+    hole: str
+
+
 _EXTRACT = "extract these rows again"
-_CHECKS: tuple[tuple[Level, str, Callable[[Folder, str], object]], ...] = (
+_CHECKS: tuple[tuple[Level, str, Callable[[Folder, _Words], object]], ...] = (
     (
         "fault",
         _EXTRACT,
-        lambda f, noun: (
-            f.holes
-            and f"{many(size_of(f.holes), 'hole')}: {in_words(f.holes)}. A resumed run goes on after its highest number, so they stay"
-        ),
+        lambda f, w: f.holes and f"{many(size_of(f.holes), 'hole')}: {in_words(f.holes)}{w.hole}",
     ),
     (
         "fault",
         "extract the rest",
-        lambda f, noun: (
-            f.short and f.told and f"{many(f.short, noun)} fewer than its {f.told} says ({f.rows + f.short})"
+        lambda f, w: (
+            f.short and f.told and f"{many(f.short, w.noun)} fewer than its {f.told} says ({f.rows + f.short})"
         ),
     ),
     (
         "risk",
         "count the source's rows: their number alone tells which",
-        lambda f, noun: (
+        lambda f, w: (
             f.short
             and not f.told
-            and f"{many(f.short, noun)} fewer than its name says: a run that ended early, or fewer rows in the source"
+            and f"{many(f.short, w.noun)} fewer than its name says: a run that ended early, or fewer rows in the source"
         ),
     ),
     (
         "fault",
         "keep one of each",
-        lambda f, noun: (
+        lambda f, w: (
             f.doubled and f"{many(len(f.doubled), 'file')} with a number that another file has: {some(f.doubled)}"
         ),
     ),
     (
         "fault",
         "mend the folder's name, or move the files",
-        lambda f, noun: f.outside and f"Numbers outside the folder's range: {some(list(map(str, f.outside)))}",
+        lambda f, w: f.outside and f"Numbers outside the folder's range: {some(list(map(str, f.outside)))}",
     ),
     (
         "fault",
         f"remove them, and {_EXTRACT}",
-        lambda f, noun: f.empty and f"{many(len(f.empty), 'file')} of zero bytes: {some(f.empty)}",
+        lambda f, w: f.empty and f"{many(len(f.empty), 'file')} of zero bytes: {some(f.empty)}",
     ),
     (
         "fault",
         f"remove them, and {_EXTRACT}",
-        lambda f, noun: (
+        lambda f, w: (
             f.small
             and f"{many(len(f.small), 'file')} smaller than {LENGTHS} says: cut off, or of fewer states: {some(f.small)}"
         ),
@@ -171,7 +178,7 @@ _CHECKS: tuple[tuple[Level, str, Callable[[Folder, str], object]], ...] = (
     (
         "risk",
         "`--deep` opens them first",
-        lambda f, noun: (
+        lambda f, w: (
             f.odd
             and f"{many(len(f.odd), 'file')} whose size fits no whole number of tokens: cut off, or of another dtype: {some(f.odd)}"
         ),
@@ -179,21 +186,21 @@ _CHECKS: tuple[tuple[Level, str, Callable[[Folder, str], object]], ...] = (
     (
         "fault",
         _EXTRACT,
-        lambda f, noun: f.without_file and f"{LENGTHS} has {many(f.without_file, 'row')} without a file",
+        lambda f, w: f.without_file and f"{LENGTHS} has {many(f.without_file, 'row')} without a file",
     ),
     (
         "risk",
         "one of the two is of another run",
-        lambda f, noun: f.without_length and f"{many(f.without_length, 'file')} without an entry in {LENGTHS}",
+        lambda f, w: f.without_length and f"{many(f.without_length, 'file')} without an entry in {LENGTHS}",
     ),
-    ("note", "", lambda f, noun: not f.span and not f.told and f.first and f"Numbers begin at {f.first}"),
+    ("note", "", lambda f, w: not f.span and not f.told and f.first and f"Numbers begin at {f.first}"),
 )
 
 
-def _tell_checks(told: Told, folders: Sequence[Folder], noun: str) -> None:
+def _tell_checks(told: Told, folders: Sequence[Folder], words_of: _Words) -> None:
     """Each check over each folder: the first few are named, the others counted."""
     for level, do, check in _CHECKS:
-        said = [(f.name, str(words)) for f in folders if (words := check(f, noun))]
+        said = [(f.name, str(words)) for f in folders if (words := check(f, words_of))]
         for name, words in said[:_NAMED]:
             told.add(level, words, do, name)
         if len(said) > _NAMED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from stages.contracts.draft import DRAFT_RECORD, DraftRecord
@@ -15,13 +15,14 @@ from stages.contracts.manifest import (
     MERGED_MANIFEST,
     PREPARED_MANIFEST,
     CaptureManifest,
+    CaptureSpec,
     FolderConfig,
     MergedManifest,
     PreparedManifest,
 )
 from stages.glancing.figures import of_capture, of_merged, of_prepared, of_spec
 from stages.glancing.spans import union
-from stages.glancing.told import Told, some
+from stages.glancing.told import Told, many, some
 
 CONFIG, ROWS = "data_config.json", "rows.safetensors"
 _LEFT = re.compile(r"\..+\.\d+\.(part|old)")
@@ -113,8 +114,7 @@ def _captured(told: Told, folder: Path, fact: CaptureManifest) -> None:
                 "state": state,
             }
         )
-        if state != "whole":
-            told.add("fault", f"{f.name}: {state}", _EXTRACT, f.name)
+    _tell_states(told, {str(line["folder"]): str(line["state"]) for line in table})
     told.facts["bytes"] = sum(int(str(line["bytes"])) for line in table)
     told.facts["ranges"] = [list(s) for s in union((f.start, f.end) for f in fact.folders)]
     told.facts["by_folder"] = table
@@ -124,6 +124,16 @@ def _captured(told: Told, folder: Path, fact: CaptureManifest) -> None:
     )
     told.next = ["dvc repro merge gate-training"] if not told.faults else ["dvc repro extract"]
     told.next.append(f"python -m stages.glance {told.path} --verify")
+
+
+def _tell_states(told: Told, states: dict[str, str]) -> None:
+    """A note for each way in which folders are not whole."""
+    alike: dict[str, list[str]] = {}
+    for name, state in states.items():
+        if state != "whole":
+            alike.setdefault(state, []).append(name)
+    for state, names in alike.items():
+        told.add("fault", f"{many(len(names), 'folder')}: {state}", _EXTRACT, some(names))
 
 
 def _folder(told: Told, folder: Path, fact: FolderConfig) -> None:
@@ -142,6 +152,36 @@ def _folder(told: Told, folder: Path, fact: FolderConfig) -> None:
     if state != "whole":
         told.add("fault", state, _EXTRACT)
     told.next = [f"python -m stages.glance {told.path} --verify"]
+
+
+def tell_row_folders(root: Path, names: Sequence[str]) -> Told:
+    """Row folders of ours without a manifest over them: a work cache, or a run that did not end."""
+    cache = all(not n.rsplit("/", 1)[-1].startswith("rows_") for n in names)
+    told = Told(str(root), "hidden_states", "work cache of row folders" if cache else "row folders without a manifest")
+    told.facts["tool"] = "draftline"
+    specs: dict[str, CaptureSpec] = {}
+    table: list[dict[str, object]] = []
+    for name in names:
+        size, state = _weigh(root / name, None)
+        try:
+            config = FolderConfig.read(root / name / CONFIG)
+        except DataError:
+            state = "unreadable config"
+            table.append({"folder": name, "source": None, "rows": 0, "tokens": 0, "bytes": size, "state": state})
+            continue
+        specs[config.capture.key] = config.capture
+        line: dict[str, object] = {"folder": name, "source": config.source, "rows": len(config.row_ids)}
+        table.append(line | {"tokens": config.tokens, "bytes": size, "state": state})
+    for key in ("rows", "tokens", "bytes"):
+        told.facts[key] = sum(int(str(line[key])) for line in table)
+    _tell_states(told, {str(line["folder"]): str(line["state"]) for line in table})
+    told.facts["captured_ways"] = [{"spec": k, **of_spec(s)} for k, s in specs.items()]
+    told.facts["by_folder"] = table
+    if not cache:
+        words = f"No {CONFIG} over the folders: extract writes it last, so it did not end"
+        told.add("fault", words, "`dvc repro extract` goes on where it stopped")
+        told.next = ["dvc repro extract"]
+    return told
 
 
 def _weigh(folder: Path, config_digest: str | None) -> tuple[int, str]:

@@ -95,10 +95,14 @@ def _slots(slots: Slots | None) -> str:
 
 def _default(told: Told, numbering: str, depth: Depth | None, points_of: PointsOf) -> None:
     """No ids are written: what the tool's default would be, if nobody chose others."""
-    words = f"No layer ids are written. {_tool(numbering)}'s default would be"
+    words = f"No layer ids are written. The default of {_tool(numbering)} would be"
     if depth is None:
         told.facts["points_if_default"] = None
-        told.add("risk", f"{words} the points 2, n//2, n-3 of the target's n layers; nothing here tells n", _NAME_THEM)
+        told.add(
+            "risk",
+            f"{words} the points {_by_depth(numbering, points_of)} of the target's n layers; nothing here tells n",
+            _NAME_THEM,
+        )
         return
     points = points_of(None, numbering, depth.model_type, depth.layers)
     told.facts["points_if_default"] = list(points)
@@ -107,6 +111,18 @@ def _default(told: Told, numbering: str, depth: Depth | None, points_of: PointsO
         f"{words} the points {_list(points)} of {depth.layers} layers; whether it was used is not recorded",
         _NAME_THEM,
     )
+
+
+def _by_depth(numbering: str, points_of: PointsOf) -> str:
+    """A tool's default by the target's layers n: `2, n//2, n-3`, or all one more."""
+    n = 61
+    terms = {0: "", **{k: f"{k:+d}" for k in range(-9, 10) if k}}
+    said: list[str] = []
+    for point in points_of(None, numbering, "", n):
+        known = {point - n: f"n{terms.get(point - n)}", point - n // 2: f"n//2{terms.get(point - n // 2)}"}
+        near = min((k for k in known if abs(k) < 10), key=abs, default=None)
+        said.append(str(point) if near is None else known[near])
+    return ", ".join(said)
 
 
 def _split(told: Told, points: tuple[int, ...], ids: Sequence[int], slots: Slots | None, depth: Depth | None) -> None:

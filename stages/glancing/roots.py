@@ -62,7 +62,7 @@ def tell_root(path: Path, root: Path, stages: Sequence[Facts], look: Callable[[P
 
 
 def _part(told: Told, folder: Path, look: Callable[[Path], Told]) -> Told:
-    """One folder of the line; its notes go up with its name before them."""
+    """One folder of the line; its faults and risks go up with its name, what to do about them is told there."""
     try:
         part = look(folder)
     except LineError as error:
@@ -70,7 +70,7 @@ def _part(told: Told, folder: Path, look: Callable[[Path], Told]) -> Told:
         return Told(str(folder), "folder", "cannot be told")
     for note in part.notes:
         if note.level in ("fault", "risk"):
-            told.add(note.level, note.words, note.do, f"{folder.name}/{note.where}".rstrip("/"))
+            told.add(note.level, note.words, "", f"{folder.name}/{note.where}".rstrip("/"))
     return part
 
 

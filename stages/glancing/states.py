@@ -39,7 +39,8 @@ def survey(root: Path, kind: Kind, files: Sequence[File], strange: Sequence[Path
     said = _tell_runs(told, runs)
     shape = row_of(kind.tool, contents)
     frame = None
-    if sample and shape and kind.tool != "nemo_automodel" and not sample.name.endswith(".gz"):
+    packed = any(f.name.endswith(".gz") for f in files)
+    if sample and shape and kind.tool != "nemo_automodel" and not packed:
         frame = frame_of(contents, sample.bytes, shape.tokens)
     folders = _account(root, kind, files, runs, lengths, frame)
     _tell_rows(told, kind, folders, runs)
@@ -149,13 +150,14 @@ def _what(kind: Kind, runs: Sequence[Run]) -> str:
     versions = sorted({r.version for r in runs if r.version})
     name = TOOLS.get(kind.tool, kind.tool)
     told = ", ".join(versions) or (kind.era if kind.era != "any" else "version not recorded")
-    return f"hidden states of {name} {told.replace('0.3-0.4', '0.3–0.4')}"
+    return f"hidden states of {name}{', ' if 'not' in told else ' '}{told.replace('0.3-0.4', '0.3–0.4')}"
 
 
 def _next(told: Told, folders: Sequence[Folder]) -> list[str]:
     again = [f"rows_{a}-{b}" for a, b in told.facts["gaps"]]
     again += [f.name for f in folders if f.holes or f.empty or f.small or (f.short and f.run)]
-    steps = [f"extract again what is missing: {some(again)}"] if again else []
+    named = some([name for name in again if name]) or "the rows above"
+    steps = [f"extract again what is missing: {named}"] if again else []
     if told.faults and not again:
         steps.append("mend the faults above")
     return [*steps, f"python -m stages.glance {told.path} --deep"]
