@@ -1,22 +1,30 @@
-"""extract: the target's residual stream at three points and the last state, for every prepared row."""
+"""extract: the target's residual stream at three points and the last state, for every prepared row.
+
+The target runs over the rows, or states of another tool are adopted (capture.adopt): then only rows it lacks run.
+"""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache as cache_once
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from stages.bridges.identity import bridge_digest, fingerprint
+from stages.bridges.stores import open_store
+from stages.capture.adopted import Adoption, adopted_spec, demand_claim
 from stages.capture.code import code_digest
-from stages.capture.rows import FolderPlan, plan_folders, read_rows
+from stages.capture.rows import FolderPlan, Row, plan_folders, read_rows
 from stages.capture.spill import capture_rows
 from stages.capture.store import folder_bytes, write_folder
 from stages.capture.work import WorkCache
+from stages.contracts.adoption import ADOPTION
 from stages.contracts.errors import ParamsError, Refusal, run
 from stages.contracts.manifest import (
     CAPTURE_MANIFEST,
@@ -78,8 +86,28 @@ def capture_spec(params: Params, target: TargetIdentity) -> CaptureSpec:
     )
 
 
+def open_adoption(params: Params, spec: CaptureSpec, model_type: str, plans: Sequence[FolderPlan]) -> Adoption | None:
+    """The store that capture.adopt names, matched with the prepared rows; None where none is named.
+
+    Raises:
+        LineError: no store, other points or norm than are needed, nothing that says which, or rows that it lacks.
+    """
+    capture = params.capture
+    if capture.adopt is None:
+        return None
+    store = open_store(Path(capture.adopt))
+    claim = demand_claim(store, spec, model_type, capture.adopt_layer_ids, capture.adopt_last_state)
+    mark, extract_lacking = fingerprint(store), capture.adopt_lacking == "extract"
+    adopted = adopted_spec(spec, store.kind, mark, bridge_digest(), extract_lacking=extract_lacking)
+    adoption = Adoption(store, [row for plan in plans for row in plan.rows], claim, adopted, mark)
+    print(f"extract: {adoption.words()}", file=sys.stderr, flush=True)
+    if not extract_lacking:
+        adoption.demand_all()
+    return adoption
+
+
 def demand_room(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> int:
-    """Print what is going to happen, and return the tokens that go through the target.
+    """Print what is going to happen, and return the tokens of rows that stand in no finished folder.
 
     Raises:
         Refusal: the disk cannot hold what is to be written.
@@ -94,9 +122,10 @@ def demand_room(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> 
         need += sum(sizes)  # no hard link from one file system to another: the folders are copied
     free = shutil.disk_usage(cache.root).free
     rows, tokens = sum(len(p.rows) for p in plans), sum(len(row) for row in todo)
+    how = "are taken from the store" if spec.engine.startswith("adopted") else "go through the target"
     print(
         f"extract: {rows} rows, {sum(p.tokens for p in plans)} tokens, {sum(sizes) / 1e9:.2f} GB in {len(plans)} folders; "
-        f"{len(plans) - len(new)} folders stand in the work cache, {len(todo)} rows ({tokens} tokens) go through the target; "
+        f"{len(plans) - len(new)} folders stand in the work cache, {len(todo)} rows ({tokens} tokens) {how}; "
         f"{need / 1e9:.2f} GB to write, {free / 1e9:.1f} GB free",
         file=sys.stderr,
         flush=True,
@@ -113,13 +142,13 @@ def demand_room(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> 
 
 
 def finish_folders(
-    target: Decoder | None, plans: Sequence[FolderPlan], cache: WorkCache, tokens_per_batch: int, tokens: int
+    states_of: Callable[[list[Row]], Iterator[Tensor]], plans: Sequence[FolderPlan], cache: WorkCache, tokens: int
 ) -> None:
     """Make what the work cache lacks, folder by folder; each is whole when it appears there.
 
     Args:
-        target: None when every row stands somewhere in the cache, and folders are only put together anew.
-        tokens: how many go through the target, for the bar.
+        states_of: states bf16 [L, S, H] of rows, in order, from the target or an adopted store.
+        tokens: how many of the rows' tokens stand in no finished folder, for the bar.
     """
     started, done = time.monotonic(), 0
     with progress(max(tokens, 1), "extract", "tokens") as advance:
@@ -133,10 +162,8 @@ def finish_folders(
 
         for plan in plans:
             if not cache.has(plan.row_ids):
-                computed: Iterator[Tensor] = iter(())
-                if (missing := cache.missing(plan)) and target is not None:
-                    computed = capture_rows(target, missing, cache.capture.points, tokens_per_batch)
-                states = cache.states(plan, counted(computed))
+                missing = cache.missing(plan)
+                states = cache.states(plan, counted(states_of(missing) if missing else iter(())))
                 cache.note(write_folder(cache.path(plan.row_ids), plan, cache.capture, states))
 
 
@@ -180,11 +207,25 @@ def main() -> None:
     folder = locate_target(params.target.origin)
     demand_target(identify_target(folder, params.target.name), prepared.target, params)
     plans = list(plan_folders(read_rows(prepared), params.capture.rows_per_folder))
-    cache = WorkCache(capture_spec(params, prepared.target), WORK)
+    spec = capture_spec(params, prepared.target)
+    adoption = open_adoption(params, spec, prepared.target.model_type, plans)
+    cache = WorkCache(adoption.spec if adoption else spec, WORK)
     tokens = demand_room(plans, cache, HIDDEN_STATES)
-    target = load_target(folder, params.target.device, params.target.dtype).pack() if tokens else None
-    finish_folders(target, plans, cache, params.capture.tokens_per_batch, tokens)
+
+    @cache_once
+    def target() -> Decoder:
+        return load_target(folder, params.target.device, params.target.dtype).pack()
+
+    def through_target(rows: list[Row]) -> Iterator[Tensor]:
+        return capture_rows(target(), rows, spec.points, params.capture.tokens_per_batch) if rows else iter(())
+
+    def states_of(rows: list[Row]) -> Iterator[Tensor]:
+        return adoption.states(rows, through_target) if adoption else through_target(rows)
+
+    finish_folders(states_of, plans, cache, tokens)
     folders = link_folders(plans, cache, HIDDEN_STATES)
+    if adoption:
+        adoption.record.write(ADOPTION)
     cache.drop_superseded(plans)
     describe(prepared, cache.capture, folders).write(CAPTURE_MANIFEST)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_MAX_PICKLE = 64 << 20
+_MAX_PICKLE = 16 << 20
 _MAX_HEADER = 100 << 20
 _MAX_JSON = 256 << 20
 _PICKLES_ON_END = 5  # magic, protocol, system, value, storage keys: the form of torch.save before its archives

@@ -1,16 +1,17 @@
 """Which tool wrote a hidden-state store, told from names, config files and one sample's keys; and what files it has.
 
-Nothing here opens more than one sample, and of that only the names in it: no tensor is touched and nothing is unpickled.
+Of one sample the names are read, of a few more when it is damaged: no tensor is touched and nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import heapq
 import importlib
 import os
 import pkgutil
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 LastState = Literal["before_final_norm", "after_final_norm", "unknown"]
 _DEPTH = 2  # folders below the root that are looked into: rows_{a}-{b}, or source/rows_{a}-{b}
+_TRIES = 5
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -66,7 +68,8 @@ class StoreFile:
 @dataclass(frozen=True, eq=False)
 class ForeignRow:
     """One sample, unpadded. input_ids i64 [L]; loss_mask u8 [L] or None; aux: states [L, H], ascending points, dtype as
-    stored; last: [L, H] or None; file: relative to the store's root."""
+    stored; last: [L, H] or None; file: relative to the store's root; padding: tokens left out at its end, which `whole`
+    still has; last_state: where the row itself says so. Tensors are views of the mapped file: do not write to them."""
 
     index: int | str
     file: str
@@ -74,6 +77,25 @@ class ForeignRow:
     loss_mask: Tensor | None
     aux: tuple[Tensor, ...]
     last: Tensor | None
+    padding: int = 0
+    last_state: LastState | None = None
+    whole: ForeignRow | None = field(default=None, repr=False)
+
+    def first(self, tokens: int) -> ForeignRow:
+        """The row with that many tokens: fewer, or more when some of what was taken for padding is none after all."""
+        source = self if self.whole is None else self.whole
+        assert 0 < tokens <= len(source.input_ids)
+        if tokens == len(self.input_ids):
+            return self
+        return replace(
+            source,
+            input_ids=source.input_ids[:tokens],
+            loss_mask=None if source.loss_mask is None else source.loss_mask[:tokens],
+            aux=tuple(a[:tokens] for a in source.aux),
+            last=None if source.last is None else source.last[:tokens],
+            padding=len(source.input_ids) - tokens,
+            whole=source,
+        )
 
 
 @dataclass(frozen=True)
@@ -81,18 +103,20 @@ class Look:
     """What recognition may know of a store: its folders, its config, and the names in one sample.
 
     Attributes:
-        sample: a file that some format's names fit, not empty if there is such a one.
+        sample: a file that some format's names fit.
         config: of data_config.json beside the sample or in any of the folders; None if none can be read.
+        by_name: only the sample's name counts, for no sample could be read.
     """
 
     root: Path
     sample: Path | None
     config: dict[str, Any] | None = field(hash=False)
+    by_name: bool = False
 
     @cached_property
     def names(self) -> SampleNames:
-        """Keys and globals of the sample; empty when it cannot be read."""
-        return names_in(self.sample) if self.sample else SampleNames()
+        """Keys and globals of the sample; empty when it cannot be read, or is not to be."""
+        return names_in(self.sample) if self.sample and not self.by_name else SampleNames()
 
     @property
     def nested(self) -> bool:
@@ -112,13 +136,26 @@ class Format(Protocol):
     """A module of stages/bridges/formats.
 
     SAMPLE fits the name of a file of samples, its group `index` the tool's number or conversation id; SIDE_FILES are
-    names of files that belong to the store and hold no sample.
+    names of files that belong to the store and hold no sample; CONFIG is the file that describes a run, "" for none.
     """
 
     SAMPLE: re.Pattern[str]
+    CONFIG: str
     SIDE_FILES: frozenset[str]
 
     def recognise(self, look: Look) -> StoreKind | None: ...
+
+    def read(self, sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[ForeignRow]:
+        """Rows of the opened file at `path`.
+
+        Raises:
+            DataError: it is not a whole sample of this format.
+        """
+        ...
+
+    def layer_ids(self, config: dict[str, Any]) -> list[int] | None:
+        """Layer ids as `config` (CONFIG_NAME, in a folder of samples) writes them; None where it does not."""
+        ...
 
 
 @cache
@@ -158,14 +195,16 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def recognise(root: Path) -> StoreKind | None:
-    """The kind of store below `root`, or None.
+    """The kind of store below `root`, or None. Should the first sample be damaged, the names in a few more are read.
 
     Raises:
         DataError: no such folder.
     """
-    look = _look(_folder(root))
-    found = (module.recognise(look) for module in all_formats().values())
-    return next((kind for kind in found if kind is not None), None)
+    for look in _looks(_folder(root)):
+        for module in all_formats().values():
+            if (kind := module.recognise(look)) is not None:
+                return kind
+    return None
 
 
 def _folder(root: Path) -> Path:
@@ -180,23 +219,29 @@ def _folder(root: Path) -> Path:
     return root
 
 
-def _look(root: Path) -> Look:
+def _looks(root: Path) -> Iterator[Look]:
+    """A look through each of the first samples whose names can be read; at last one that goes by file names alone."""
+    samples, config = _first_samples(root)
+    looks = [Look(root, sample, config) for sample in samples]
+    yield from (look for look in looks if not look.names.fault)
+    yield Look(root, samples[0] if samples else None, config, by_name=True)
+
+
+def _first_samples(root: Path) -> tuple[list[Path], dict[str, Any] | None]:
+    """Up to _TRIES files of the first folder that holds samples, empty ones last; and the first config that can be read."""
     patterns = [module.SAMPLE for module in all_formats().values()]
     beside = frozenset[str]().union(*(module.SIDE_FILES for module in all_formats().values()))
-    config, sample, empty = None, None, None
+    config: dict[str, Any] | None = None
+    samples: list[Path] = []
     for name, files in folders_below(root):
-        if config is None:
-            config = read_json(root / name / "data_config.json")
-        if sample is None:
+        config = config or read_json(root / name / "data_config.json")
+        if not samples:
             fitting = (f for f in files if f.name not in beside and any(p.fullmatch(f.name) for p in patterns))
-            for file in fitting:
-                if file.stat().st_size:
-                    sample = Path(file.path)
-                    break
-                empty = Path(file.path)
-        if sample and config:
+            first = heapq.nsmallest(_TRIES, fitting, key=lambda f: (len(f.name), f.name))
+            samples = [Path(f.path) for f in sorted(first, key=lambda f: _bytes(f) == 0)]
+        if samples and config:
             break
-    return Look(root, sample or empty, config)
+    return samples, config
 
 
 def list_files(root: Path, kind: StoreKind) -> tuple[list[StoreFile], list[Path]]:

@@ -74,7 +74,10 @@ class PreparedManifest(Fact):
 
 class CaptureSpec(Fact):
     """All that decides the bytes of a stored state, beside the row itself. code_digest: of the code that runs the target
-    and lays its states out; states that an old fault in it made wrong are not served to its mended successor."""
+    and lays its states out; states that an old fault in it made wrong are not served to its mended successor.
+
+    Of states adopted from another tool's store (`engine` says so) it digests that store and the code that reads it;
+    weights_digest and compute_dtype are then what they are held to, which gate-training proves by value."""
 
     weights_digest: str
     code_digest: str

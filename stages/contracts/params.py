@@ -98,6 +98,17 @@ class Capture(Section):
     points: Annotated[tuple[Whole, ...], Field(min_length=3, max_length=3)]
     rows_per_folder: Positive
     tokens_per_batch: Positive
+    adopt: str | None
+    adopt_layer_ids: Annotated[tuple[Whole, ...], Field(min_length=1)] | None
+    adopt_last_state: Literal["before_final_norm", "after_final_norm"] | None
+    adopt_lacking: Literal["refuse", "extract"]
+
+    @model_validator(mode="after")
+    def _about_a_store(self) -> Capture:
+        told = [n for n in ("adopt_layer_ids", "adopt_last_state") if getattr(self, n) is not None]
+        if self.adopt is None and told:
+            raise ValueError(f"{' and '.join(told)} say something of a store, and adopt names none")
+        return self
 
 
 class Merge(Section):
@@ -119,6 +130,7 @@ class Train(Section):
     kv_heads: Positive
     head_dim: Positive
     intermediate_size: Positive
+    head: Literal["trained", "frozen"]
     evaluate_every: Positive
     checkpoint_every: Positive
 

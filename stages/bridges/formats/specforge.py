@@ -7,11 +7,16 @@ aux_hidden_state bf16 [1, L, 3H]. No config; rows are padded to the longest of t
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from stages.bridges.kinds import Look, StoreKind
+from stages.bridges._rows import demand_keys, make_row, split, states
+from stages.bridges.kinds import ForeignRow, Look, StoreFile, StoreKind
 
 SAMPLE = re.compile(r"data_(?P<index>\d+)\.ckpt(\.gz)?")
 SIDE_FILES = frozenset({"vocab_mapping.pt"})
+CONFIG = ""
 
 
 def recognise(look: Look) -> StoreKind | None:
@@ -27,3 +32,23 @@ def recognise(look: Look) -> StoreKind | None:
         pattern="rows_{g}-{g+2000}/data_{i}.ckpt" + (".gz" if look.suffix == ".gz" else ""),
         numbering="specforge",
     )
+
+
+def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[ForeignRow]:
+    """The one row of data_{i}.ckpt, its padding left out.
+
+    Raises:
+        DataError: a part is missing, or parts do not fit each other.
+    """
+    demand_keys(sample, ("input_ids", "hidden_state", "aux_hidden_state"), path)
+    last = states(sample["hidden_state"], "hidden_state", path)
+    aux = states(sample["aux_hidden_state"], "aux_hidden_state", path)
+    parts = split(aux, max(aux.shape[-1] // max(last.shape[-1], 1), 1), "aux_hidden_state", path)
+    ids, mask = sample["input_ids"], sample.get("loss_mask")
+    assert file.index is not None
+    yield make_row(file.index, file.path, path, ids=ids, mask=mask, aux=parts, last=last, padded=True)
+
+
+def layer_ids(config: dict[str, Any]) -> list[int] | None:
+    """Nothing beside the samples says which layers they are of."""
+    return None
