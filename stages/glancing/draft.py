@@ -147,6 +147,10 @@ def _feeds(
             if record
             else "the value probe or its trainer's settings tell which",
         )
+    embedded = [f["engine"] for f in told.facts["fed_by"] if f["points"] and 0 in f["points"]]
+    if embedded:
+        words = f"{some(sorted(set(embedded)))} would feed it the embedding (point 0), before any layer, as a state"
+        told.add("risk", words, "unless it was trained on it, export its ids again")
     if trained and not any(f["as_trained"] == "yes" for f in told.facts["fed_by"]):
         told.add(
             "fault",

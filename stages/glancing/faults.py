@@ -27,7 +27,7 @@ def known_faults(tool: str, era: str, runs: Sequence[Run], lengths: Mapping[str,
     if tool == "speculators" and era == "0.3-0.4":
         return _legacy(runs, lengths)
     said: dict[str, list[Note]] = {"specforge": _SPECFORGE, "angelslim": _ANGELSLIM, "nemo_automodel": _AUTOMODEL}
-    said |= {"model_optimizer": _MODEL_OPTIMIZER, "speculators": _SPECULATORS}
+    said["speculators"] = _SPECULATORS
     return said.get(tool, [])
 
 
@@ -85,7 +85,7 @@ def _permuted(run: Run) -> list[Note]:
         words = f"The permuted masks of speculators {version} are ruled out: it ran {told}, and up to {_STRING_ORDER} text and number sort alike"
         return [Note("fine", words, where=run.folder)]
     words = f"speculators {version} in {told}: {displaced(batch)} of every {batch} rows carry another row's loss mask (ids and states agree)"
-    do = "keep the states, rebuild the masks from the tokens: bridges do so when extract adopts this store"
+    do = "keep the states: adopted (capture.adopt), they take the masks of the prepared rows"
     return [Note("fault", words, do, run.folder)]
 
 
@@ -137,17 +137,10 @@ _AUTOMODEL = [
         "note", "Soft targets instead of a last state: its draft vocabulary cannot be changed without extracting again"
     ),
 ]
-_MODEL_OPTIMIZER = [
-    Note(
-        "risk",
-        "The last state is after the final norm from its transformers backend and before it from its vLLM dump; the files do not say which",
-        "`--deep` tries both readings against the tokens when the target is at hand",
-    )
-]
 _SPECULATORS = [
     Note(
         "risk",
         "No loss masks here: they live in the Arrow data set that the run was given, joined by row number",
-        "keep that data set with this folder; name it when the store is adopted",
+        "keep that data set with this folder; adopted (capture.adopt), rows take the masks of the prepared ones",
     )
 ]

@@ -71,7 +71,7 @@ class Folder:
         held: rows it has, counted over all folders.
         holes: its own numbers that are not there though a later one is.
         short: rows missing after the last one.
-        doubled: files whose number another file of the folder has.
+        doubled: pairs of files with one number.
         outside: numbers that its range does not hold.
         empty, small, odd: files of zero bytes, smaller than their length, of a size that fits no whole number of tokens.
         tokens: None where nothing says; estimated: whether they are from file sizes.
@@ -153,7 +153,7 @@ def _number(folder: Folder, files: Sequence[File]) -> None:
         if type(file.index) is not int:
             continue
         if file.index in seen:
-            folder.doubled += [file.name]
+            folder.doubled.append(f"{seen[file.index]} and {file.name}")
         seen.setdefault(file.index, file.name)
     if not seen:
         folder.held = [(0, len({f.index for f in files}))] if files else []
@@ -190,7 +190,11 @@ def _weigh(folder: Folder, files: Sequence[File], lengths: Mapping[str, int] | N
             tokens += length
         if file.bytes == 0:
             folder.empty.append(file.name)
-        elif frame and length is not None and file.bytes < length * frame.per_token:
+        elif (
+            frame
+            and length is not None
+            and file.bytes < max(length * frame.per_token, frame.fixed + length * frame.per_token - _BAND)
+        ):
             folder.small.append(file.name)
         elif frame and not frame.fits(file.bytes):
             folder.odd.append(file.name)

@@ -153,9 +153,7 @@ _CHECKS: tuple[tuple[Level, str, Callable[[Folder, _Words], object]], ...] = (
     (
         "fault",
         "keep one of each",
-        lambda f, w: (
-            f.doubled and f"{many(len(f.doubled), 'file')} with a number that another file has: {some(f.doubled)}"
-        ),
+        lambda f, w: f.doubled and f"{many(len(f.doubled), 'number')} with more than one file: {some(f.doubled)}",
     ),
     (
         "fault",

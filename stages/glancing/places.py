@@ -51,8 +51,9 @@ def tell_points(
     slots: Slots | None,
     points_of: PointsOf,
     readings: Readings,
+    tool: str,
 ) -> None:
-    """Put ids, points and their doubts into `told`."""
+    """Put ids, points and their doubts into `told`. tool: its name, for people."""
     told.facts["layer_ids"] = list(ids) if ids is not None else None
     told.facts["written_in"] = numbering
     if depth is None:
@@ -67,7 +68,7 @@ def tell_points(
         )
         return
     if ids is None:
-        _default(told, numbering, depth, points_of)
+        _default(told, tool, numbering, depth, points_of)
         return
     try:
         points = points_of(
@@ -93,9 +94,9 @@ def _slots(slots: Slots | None) -> str:
     return f"{slots.aux} auxiliary states" if slots else "states"
 
 
-def _default(told: Told, numbering: str, depth: Depth | None, points_of: PointsOf) -> None:
+def _default(told: Told, tool: str, numbering: str, depth: Depth | None, points_of: PointsOf) -> None:
     """No ids are written: what the tool's default would be, if nobody chose others."""
-    words = f"No layer ids are written. The default of {_tool(numbering)} would be"
+    words = f"No layer ids are written. The default of {tool} would be"
     if depth is None:
         told.facts["points_if_default"] = None
         told.add(
@@ -175,11 +176,3 @@ def _split(told: Told, points: tuple[int, ...], ids: Sequence[int], slots: Slots
 
 def _list(points: Sequence[int]) -> str:
     return ", ".join(map(str, points))
-
-
-def _tool(numbering: str) -> str:
-    return {
-        "speculators_legacy": "speculators 0.3–0.4",
-        "specforge": "SpecForge",
-        "model_optimizer": "Model-Optimizer",
-    }.get(numbering, numbering.replace("_", " "))

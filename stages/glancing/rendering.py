@@ -115,11 +115,10 @@ def say(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list):
-        return (
-            "; ".join(value)
-            if value and isinstance(value[0], str) and " " in value[0]
-            else listed(cast("list[Any]", value))
-        )
+        items = cast("list[Any]", value)
+        if not items:
+            return "none"
+        return "; ".join(items) if isinstance(items[0], str) and " " in items[0] else listed(items)
     told = str(value)
     return f"{told[:_DIGEST]}…" if name.endswith("digest") and len(told) > _DIGEST else told
 

@@ -88,7 +88,13 @@ def tell_sample(
 ) -> None:
     named = f"{sample.folder}/{sample.name}".lstrip("/") if sample else ""
     told.facts["sample"] = named or None
+    before = contents.tensors.get("hidden_states_prenorm")  # newer files of Model-Optimizer say so
     told.facts["last_state"] = kind.last_state
+    if isinstance(before, bool):
+        told.facts["last_state"] = "before_final_norm" if before else "after_final_norm"
+    if told.facts["last_state"] == "unknown" and kind.tool == "model_optimizer":
+        words = "The last state is after the final norm from its transformers backend and before it from its vLLM dump; these files do not say which"
+        told.add("risk", words, "`--deep` tries both readings against the tokens when the target is at hand")
     if contents.fault:
         told.add(
             "fault", f"The sample opened cannot be read: {contents.fault}", "remove it and extract its row again", named

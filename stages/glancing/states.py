@@ -48,7 +48,16 @@ def survey(root: Path, kind: Kind, files: Sequence[File], strange: Sequence[Path
     slots = Slots(shape.aux, shape.last) if shape else None
     depth = reader.depth_of(said.target, told.facts.get("hidden_size"))
     _doubt(told, kind, runs)
-    tell_points(told, said.layer_ids, kind.dialect or kind.numbering, depth, slots, reader.points_of, reader.readings)
+    tell_points(
+        told,
+        said.layer_ids,
+        kind.dialect or kind.numbering,
+        depth,
+        slots,
+        reader.points_of,
+        reader.readings,
+        _tool(kind),
+    )
     tell_folders(told, kind, folders, lengths, bad)
     tell_strange(told, root, strange)
     told.notes += known_faults(kind.tool, kind.era, runs, {n: v for n, v in lengths.items() if isinstance(v, dict)})
@@ -146,18 +155,29 @@ def _rows_of_shards(told: Told, folders: Sequence[Folder], runs: Sequence[Run]) 
     return sum(max(0, min(each, all_rows - i * each)) for i in held)
 
 
+def _tool(kind: Kind) -> str:
+    """A tool's name for people, with its era."""
+    eras = {"0.3-0.4": " 0.3–0.4", ">=0.5": " ≥ 0.5"}
+    return f"{TOOLS.get(kind.tool, kind.tool)}{eras.get(kind.era, '')}"
+
+
 def _what(kind: Kind, runs: Sequence[Run]) -> str:
-    versions = sorted({r.version for r in runs if r.version})
-    name = TOOLS.get(kind.tool, kind.tool)
-    told = ", ".join(versions) or (kind.era if kind.era != "any" else "version not recorded")
-    return f"hidden states of {name}{', ' if 'not' in told else ' '}{told.replace('0.3-0.4', '0.3–0.4')}"
+    versions = ", ".join(sorted({r.version for r in runs if r.version}))
+    if versions:
+        return f"hidden states of {TOOLS.get(kind.tool, kind.tool)} {versions}"
+    return f"hidden states of {_tool(kind)}, version not recorded"
 
 
 def _next(told: Told, folders: Sequence[Folder]) -> list[str]:
+    """What to do now: the missing rows, the values, and where the store can go."""
     again = [f"rows_{a}-{b}" for a, b in told.facts["gaps"]]
     again += [f.name for f in folders if f.holes or f.empty or f.small or (f.short and f.run)]
     named = some([name for name in again if name]) or "the rows above"
     steps = [f"extract again what is missing: {named}"] if again else []
-    if told.faults and not again:
-        steps.append("mend the faults above")
-    return [*steps, f"python -m stages.glance {told.path} --deep"]
+    steps.append(f"python -m stages.glance {told.path} --deep")
+    if told.facts["states_in_a_row"] == 4 and told.facts["last_state"] != "after_final_norm":
+        more = "" if told.facts["layer_ids"] else ", capture.adopt_layer_ids"
+        more += ", capture.adopt_last_state" if told.facts["last_state"] == "unknown" else ""
+        more += ", capture.adopt_lacking: extract" if again else ""
+        steps.append(f"in params.yaml capture.adopt: {told.path}{more}; then dvc repro extract")
+    return steps
