@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages import extract, gate, merge
+from stages import _gate_states, extract, gate, merge
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, LineError, Refusal
 from stages.contracts.evidence import BENCHMARK_EVIDENCE, POLICY, SERVE_EVIDENCE, TRAIN_METRICS
@@ -147,7 +147,7 @@ def test_every_folder_gives_a_row_until_there_are_too_many_and_then_the_report_s
     folders = len(MergedManifest.read(MERGED_MANIFEST).folders)
     slots = [c for c in judge(monkeypatch, "training").checks if c.table == "slots"]
     assert f"over {4 * folders} rows" in slots[-1].actual and "unprobed" not in slots[-2].expected
-    monkeypatch.setattr(gate, "MOST_PROBED", 2)
+    monkeypatch.setattr(_gate_states, "MOST_PROBED", 2)
     raw = json.loads((line / "params.yaml").read_text())
     raw["gates"]["training"]["probe_rows"] = 1
     (line / "params.yaml").write_text(json.dumps(raw))

@@ -59,6 +59,8 @@ def join_rows(rows: DataFrame, stored: Stored, entries: DataFrame) -> DataFrame:
                 "not_finite": s.get("nan", 0) + s.get("inf", 0),
                 "zero_states": s.get("zero_states", 0),
                 "constant_slots": s.get("constant_slots", 0),
+                "equal_slots": s.get("equal_slots", 0),
+                "copy_of": s.get("copy_of", "none"),
                 "index_finds_it": bool(s) and all(s.get(k) == i.get(k) for k in place),
                 "split_equal": split.get(row_id) == i.get("split"),
             }

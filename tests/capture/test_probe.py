@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stages.capture.probe import ProbeRow, nearest_points, probe_norm, probe_rows, row_faults
+from stages.capture.norm_probe import probe_norm
+from stages.capture.probe import ProbeRow, nearest_points, probe_rows
+from stages.capture.row_faults import row_faults
 from stages.capture.spill import capture_rows
 from stages.contracts.errors import DataError, ParamsError
 from stages.contracts.points import check_points, default_points, name_points
@@ -195,7 +197,8 @@ FAULTS: list[tuple[Callable[[ProbeRow], ProbeRow], dict[str, object]]] = [
     (lambda row: row, {}),
     (_nan, {"nan": 1}),
     (_inf, {"inf": 1}),
-    (_zero, {"zero_states": 30 * 4, "constant_slots": 4}),
+    (_zero, {"zero_states": 30 * 4, "constant_slots": 4, "equal_slots": 3}),
+    (lambda row: row._replace(states=row.states[:, [0, 1, 1, 3]]), {"equal_slots": 1}),
     (_constant, {"constant_slots": 1}),
     (lambda row: row._replace(states=row.states.float()), {"dtype": "float32"}),
     (lambda row: row._replace(input_ids=row.input_ids.roll(1)), {"ids_equal": False}),
@@ -219,6 +222,8 @@ def test_each_fault_of_a_row_shows_in_its_own_column(
         "inf": 0,
         "zero_states": 0,
         "constant_slots": 0,
+        "equal_slots": 0,
+        "copy_of": "none",
         "ids_equal": True,
         "mask_equal": True,
     }

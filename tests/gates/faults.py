@@ -461,6 +461,14 @@ TRAINING = (
     ),
     Fault("NaN", "rows", "states are finite", cell("rows", 3, not_finite=1), ": 1"),
     Fault("constant", "rows", "no slot holds one state for all tokens", cell("rows", 3, constant_slots=1), ": 1"),
+    Fault("one layer twice", "rows", "no slot of a row repeats another", cell("rows", 3, equal_slots=1), ": 1"),
+    Fault(
+        "another row's states",
+        "rows",
+        "no two rows of other tokens have the same states",
+        cell("rows", 3, copy_of="0" * 24),
+        ": " + "0" * 24,
+    ),
     Fault("zeros", "rows", "no token has a state of zeros", cell("rows", 3, zero_states=5), ": 5"),
     Fault(
         "claims",
@@ -493,6 +501,13 @@ TRAINING = (
         "states agree with the target run again at the claimed point",
         cell("slots", 2, claimed_distance=0.02),
         "slot 2: 0.02",
+    ),
+    Fault(
+        "torn row",
+        "slots",
+        "no part of a row lies farther from the target run again than precision explains",
+        cell("slots", 2, claimed_p99_distance=0.6),
+        "slot 2: 99 of 100 positions keep to 0.6000 of the target, precision explains 0.008",
     ),
     Fault(
         "no margin",

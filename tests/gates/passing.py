@@ -241,7 +241,7 @@ def training_evidence() -> training.Evidence:
     ]
     good = {"times_prepared": 1, "times_captured": 1, "times_indexed": 1, "tokens": 20, "stored_tokens": 20}
     good |= {"ids_equal": True, "mask_equal": True, "not_finite": 0, "zero_states": 0, "constant_slots": 0}
-    good |= {"index_finds_it": True, "split_equal": True}
+    good |= {"equal_slots": 0, "copy_of": "none", "index_finds_it": True, "split_equal": True}
     slots = [(f"rows_0-20 slot {i}", p, 0.0016, 0.3) for i, p in enumerate((*POINTS, LAYERS))]
     chain = ("prepared rows of the merged set", "weights that the states were captured from", "points")
     return training.Evidence(
@@ -256,6 +256,8 @@ def training_evidence() -> training.Evidence:
                     "claimed_point": p,
                     "nearest_point": p,
                     "claimed_distance": c,
+                    "claimed_p99_distance": 2 * c,
+                    "p99_limit": 0.008,
                     "next_best_distance": n,
                     "tokens": 100,
                 }
