@@ -11,8 +11,8 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from stages._glance_checks import deepen, demand_sound, verify
 from stages.bridges.kinds import StoreKind, list_files, recognise
 from stages.capture.dialects import alternatives, by_points, family_of, layer_ids, points_of
 from stages.contracts.draft import DraftRecord
@@ -33,9 +33,6 @@ from stages.glancing.weights import read_config, read_weights
 from stages.reporting.facts import read_line
 from stages.reporting.page import PAGE
 from stages.targets import families
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _TENSOR_FILES = (".safetensors", ".pt", ".ckpt", ".gz", ".bin")
 
@@ -153,21 +150,9 @@ def show_line(as_json: bool) -> None:
     if as_json:
         print(json.dumps({"stages": records, "unreadable": line.unreadable, "page": str(PAGE)}, indent=1))
         return
-    from rich.text import Text
+    from stages.glancing.rendering import console, show_stages
 
-    from stages.glancing.rendering import stages_of
-
-    console = _console()
-    console.print(stages_of(records))
-    for fault in line.unreadable:
-        console.print(Text.assemble(("unreadable", "red"), f" {fault}"))
-    console.print(f"report: {PAGE}" if PAGE.exists() else "report: none yet, run `dvc repro`", style="dim")
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
+    show_stages(records, line.unreadable, PAGE, console())
 
 
 def show_path(told: Told, as_json: bool) -> None:
@@ -175,9 +160,9 @@ def show_path(told: Told, as_json: bool) -> None:
     if as_json:
         print(json.dumps(told.as_json(), indent=1))
         return
-    from stages.glancing.rendering import show
+    from stages.glancing.rendering import console, show
 
-    show(told, _console())
+    show(told, console())
 
 
 def main() -> None:
@@ -196,8 +181,17 @@ def main() -> None:
         demand_repository()
         show_line(as_json)
         return
-    told = look(Path(paths[0]))
+    path = Path(paths[0])
+    told = look(path)
+    if checks:
+        told.next = [step for step in told.next if not step.endswith(tuple(checks))]
+        if "--deep" in checks:
+            deepen(told, path)
+        if "--verify" in checks:
+            verify(told, path)
     show_path(told, as_json)
+    if checks:
+        demand_sound(told)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Every value goes in as rich Text, since a name or a path may hold square bracket
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stages.glancing.told import LEVELS, Facts, Note, Told, many
@@ -21,6 +22,23 @@ _IN_WORDS = {"tool", "points", "layers", "last_state", "dtype", "hidden_size"}  
 _DIGEST = 19  # characters of one that are shown; programs get it whole
 _HIDDEN_COLUMNS = {"holes", "points"}
 _HIDDEN = {"overlaps", "other_readings"}  # tables whose content the lines or notes already say
+
+
+def console() -> Console:
+    """A console that colours nothing by itself."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def show_stages(records: Sequence[Facts], unreadable: Sequence[str], page: Path, on: Console) -> None:
+    """The line of a repository, what of it cannot be read, and where its page is."""
+    from rich.text import Text
+
+    on.print(stages_of(records))
+    for fault in unreadable:
+        on.print(Text.assemble(("unreadable", "red"), f" {fault}"))
+    on.print(f"report: {page}" if page.exists() else "report: none yet, run `dvc repro`", style="dim")
 
 
 def show(told: Told, console: Console) -> None:

@@ -71,7 +71,7 @@ def tell_damages(told: Told, damages: Iterable[DamageLike], checked: int) -> Non
     """Damaged places of a row store."""
     found = list(damages)
     for d in found:
-        told.add("fault", f"{d.what}; expected {d.expected[:40]}, found {d.got[:40]}", d.do, d.where)
+        told.add("fault", f"{d.what}; expected {d.expected[:19]}, found {d.got[:19]}", d.do, d.where)
     told.facts["verified"] = {"folders": checked, "damaged_places": len(found)}
     if not found:
         told.add("fine", f"{many(checked, 'folder')} are as they were written, to the byte")
