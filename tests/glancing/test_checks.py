@@ -98,7 +98,10 @@ def test_a_flipped_byte_in_merged_rows_or_a_draft_is_found(tmp_path: Path, monke
     (tmp_path / "m/index.parquet").write_bytes(b"jndex.parquet")
     assert ask(monkeypatch, "m", "--verify") == 1
     folder = stores.draft(tmp_path / "d")
-    own = {"weights_digest": file_digest(folder / "model.safetensors"), "config_digest": file_digest(folder / "config.json")}
+    own = {
+        "weights_digest": file_digest(folder / "model.safetensors"),
+        "config_digest": file_digest(folder / "config.json"),
+    }
     evidence.draft().model_copy(update=own).write(folder / "draft_record.json")
     told = glance.look(folder)
     glance.verify(told, folder)

@@ -14,7 +14,8 @@ from rich.console import Console
 from stages.glancing.contents import Contents, Shape, contents_of
 from stages.glancing.deep import choose, tell_findings
 from stages.glancing.faults import displaced, numbers_of
-from stages.glancing.rendering import say, show, size
+from stages.glancing.lines import say, size
+from stages.glancing.rendering import show
 from stages.glancing.spans import between, in_words, overlaps, spans_of, union
 from stages.glancing.told import Told
 from tests.glancing import stores
