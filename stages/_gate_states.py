@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 512  # of a row; states of a prefix do not depend on what follows
 MOST_PROBED = 64  # folders of which a row goes through the target again: minutes on a small target, and no more
+_MOST_SEARCHED = 64  # rows of a folder at fault that go through it to learn why
+_MOST_TOLD = 2  # folders, and rows of each, of which that is told
+_CAUSES = {"wrong_row", "torn", "shifted_tokens", "no_point", "post_norm_slot"}
 
 
 def look_at_folders(folders: Sequence[CapturedFolder], store: RowStore, rows: DataFrame) -> tuple[DataFrame, Stored]:
@@ -110,16 +113,22 @@ def _shape_of(store: RowStore, folder: str) -> tuple[int, ...]:
 
 
 def probe(
-    target: Decoder, rows: dict[str, list[ProbeRow]], capture: CaptureSpec, params: Params, greedy: bool
+    target: Decoder,
+    store: RowStore,
+    rows: dict[str, list[ProbeRow]],
+    capture: CaptureSpec,
+    params: Params,
+    greedy: bool,
 ) -> tuple[DataFrame, dict[str, Any]]:
     """Each slot of each folder against every point of the target, and the last state before and after the final norm."""
     import pandas as pd
 
-    from stages.capture.margins import coarser, margin_of
+    from stages.capture.margins import REFUSED, coarser, margin_of
     from stages.capture.norm_probe import probe_norm
     from stages.capture.probe import probe_rows
 
     slots: list[dict[str, Any]] = []
+    odd: list[str] = []
     limit = margin_of(capture.stored_dtype, coarser(capture.compute_dtype, params.target.dtype)).p99
     norms: list[tuple[str, NormProbe]] = []
     with progress(sum(map(len, rows.values())), "gate-training: target run again", "rows") as advance:
@@ -128,9 +137,38 @@ def probe(
             slots += [
                 {**vars(s), "folder": folder, "slot": f"{folder} slot {s.slot}", "p99_limit": limit} for s in probes
             ]
+            odd += (
+                [folder] if any(s.claimed_distance >= REFUSED or s.claimed_p99_distance > limit for s in probes) else []
+            )
             norms += [(folder, probe_norm(target, [row], PROBE_TOKENS)) for row in members]
             advance(len(members), folder)
-    return pd.DataFrame(slots), read_last(norms, greedy)
+    told = causes(target, store, odd[:_MOST_TOLD], list(rows), capture, params)
+    return pd.DataFrame([{**s, "cause": told.get(s["folder"], "")} for s in slots]), read_last(norms, greedy)
+
+
+def causes(
+    target: Decoder, store: RowStore, folders: Sequence[str], known: Sequence[str], capture: CaptureSpec, params: Params
+) -> dict[str, str]:
+    """What the value checks say of the first rows of folders that do not hold what they claim: whose states they are, if
+    they are of a row in the `known` folders."""
+    from stages.capture.own_rows import own_rows
+    from stages.capture.values import check_values
+
+    told: dict[str, str] = {}
+    for folder in folders:
+        found = check_values(
+            own_rows(store, folder, _MOST_SEARCHED),
+            target=target,
+            points=params.capture.points,
+            last_state="before_final_norm",
+            computed=capture.compute_dtype,
+            probe_rows=_MOST_SEARCHED,
+            max_tokens=PROBE_TOKENS,
+            others=(row for name in known for row in own_rows(store, name)),
+        )
+        said = [f"row {f.index}: {f.what}: {f.found}" for f in found if not f.note and f.kind in _CAUSES]
+        told[folder] = "; ".join(said[:_MOST_TOLD])
+    return told
 
 
 def read_last(norms: Sequence[tuple[str, NormProbe]], greedy: bool) -> dict[str, Any]:

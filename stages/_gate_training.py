@@ -45,7 +45,7 @@ def gather_training(params: Params) -> Gathered:
     target = load_target(folder, params.target.device, params.target.dtype).pack()
     greedy = prepared.temperature == 0
     chosen = choose_rows(store, merged.folders, stored, params)
-    slots, last = probe(target, chosen, merged.capture, params, greedy)
+    slots, last = probe(target, store, chosen, merged.capture, params, greedy)
     evidence = training.Evidence(
         manifest=merged,
         folders=folders,

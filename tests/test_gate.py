@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -199,6 +200,45 @@ def test_a_folder_cut_short_is_refused_and_named_not_a_traceback(line: Path, mon
         and "cut off" in found["the folder opens as its config says"]
     )
     assert "6 of 32 rows" in found["every prepared row was captured, once"]
+
+
+def test_a_row_of_which_a_part_is_another_rows_is_refused_and_its_folder_named(
+    line: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two fifths of each row in one folder: no median sees it."""
+    honest, calls = extract.capture_rows, iter(range(100))
+
+    def one_torn(target, rows, points, tokens):  # type: ignore[no-untyped-def]
+        torn = next(calls) == 1
+        for states in honest(target, rows, points, tokens):
+            cut = len(states) * 3 // 5
+            yield torch.cat([states[:cut], states[: len(states) - cut]]) if torn else states
+
+    monkeypatch.setattr(extract, "capture_rows", one_torn)
+    capture(monkeypatch)
+    found = failed(judge(monkeypatch, "training"))
+    words = found.pop("no part of a row lies farther from the target run again than precision explains")
+    assert "rows_6-12 slot 0: 99 of 100 positions keep to" in words and "rows_0-6" not in words
+    assert "precision explains 0.008" in words and "Part of a row holds states that are not this row's: tokens" in words
+
+
+def test_one_rows_states_under_another_rows_tokens_are_refused_and_both_named(
+    line: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, kept = extract.capture_rows, {}
+
+    def copied(target, rows, points, tokens):  # type: ignore[no-untyped-def]
+        for states in honest(target, rows, points, tokens):
+            yield kept.setdefault(len(states), states)
+
+    monkeypatch.setattr(extract, "capture_rows", copied)
+    capture(monkeypatch)
+    found = failed(judge(monkeypatch, "training"))
+    assert re.search(r"[0-9a-f]{24}: [0-9a-f]{24}", found["no two rows of other tokens have the same states"])
+    words = found["no part of a row lies farther from the target run again than precision explains"]
+    assert re.search(
+        r"row [0-9a-f]{24}: A row holds another row's states: the states of rows_\d+-\d+ \([0-9a-f]{24}\)", words
+    )
 
 
 def test_a_normed_last_state_is_refused(line: Path, monkeypatch: pytest.MonkeyPatch) -> None:

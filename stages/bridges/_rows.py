@@ -84,27 +84,28 @@ def make_row(
             is left out, and counted in `padding`.
 
     Raises:
-        DataError: no token, ids that are no whole numbers, parts of different lengths or widths.
+        DataError: no token, ids that are no whole numbers, states of different widths. Lengths are judged by `demand_even`.
     """
     ids_L = _whole(ids, "input_ids", path).long()
     mask_L = None if mask is None else _mask(mask, path)
     slots = [*aux, *([] if last is None else [last])]
     if not len(ids_L) or not slots:
         raise damaged(path, "A sample has no tokens or no states", got=f"{len(ids_L)} tokens, {len(slots)} states")
-    lengths = {"loss_mask": len(ids_L) if mask_L is None else len(mask_L)}
-    lengths |= {f"state {i}": len(s) for i, s in enumerate(slots)}
-    wrong = {name: n for name, n in lengths.items() if n != len(ids_L)}
-    if wrong:
-        raise damaged(
-            path,
-            "The parts of a sample have different lengths",
-            expected=f"{len(ids_L)}, as many as tokens",
-            got=", ".join(f"{name} {n}" for name, n in wrong.items()),
-        )
     if len({s.shape[-1] for s in slots}) > 1:
         raise damaged(path, "The states of a sample have different widths", got=str([s.shape[-1] for s in slots]))
     row = ForeignRow(index, file, ids_L, mask_L, tuple(aux), last)
-    return row.first(len(ids_L) - _tail(ids_L, mask_L)) if padded else row
+    fits = mask_L is not None and len(mask_L) == len(ids_L)
+    return row.first(len(ids_L) - _tail(ids_L, mask_L if fits else None)) if padded else row
+
+
+def demand_even(row: ForeignRow, path: Path) -> None:
+    """Raises DataError when a row has more or fewer states than tokens. A mask of another length is no reason to leave the
+    states: speculators 0.4.0 gave rows the masks of other rows, and a mask is made from the tokens again."""
+    slots = [*row.aux, *([] if row.last is None else [row.last])]
+    wrong = [f"state {i} {len(s)}" for i, s in enumerate(slots) if len(s) != len(row.input_ids)]
+    if wrong:
+        what, expected = "The parts of a sample have different lengths", f"{len(row.input_ids)}, as many as tokens"
+        raise damaged(path, what, expected=expected, got=", ".join(wrong))
 
 
 def _whole(value: Any, name: str, path: Path) -> Tensor:

@@ -67,8 +67,8 @@ class StoreFile:
 
 @dataclass(frozen=True, eq=False)
 class ForeignRow:
-    """One sample, unpadded. input_ids i64 [L]; loss_mask u8 [L] or None; aux: states [L, H], ascending points, dtype as
-    stored; last: [L, H] or None; file: relative to the store's root; padding: tokens left out at its end, which `whole`
+    """One sample, unpadded. input_ids i64 [L]; loss_mask u8, as long as it is stored, or None; aux: states [L, H],
+    ascending points, dtype as stored; last: [L, H] or None; file: relative to the store's root; padding: tokens left out at its end, which `whole`
     still has; last_state: where the row itself says so. Tensors are views of the mapped file: do not write to them."""
 
     index: int | str

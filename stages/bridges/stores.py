@@ -9,6 +9,7 @@ from typing import Any
 
 from stages.bridges._names import read_json
 from stages.bridges._open import demand_crc, sample
+from stages.bridges._rows import demand_even
 from stages.bridges.kinds import ForeignRow, Format, StoreFile, StoreKind, format_of, list_files, recognise
 from stages.contracts.errors import DataError
 
@@ -97,11 +98,12 @@ class ForeignStore:
         for file in self.files:
             yield from self.rows_of(file)
 
-    def rows_of(self, file: StoreFile, *, check_bytes: bool = False) -> Iterator[ForeignRow]:
+    def rows_of(self, file: StoreFile, *, check_bytes: bool = False, uneven: bool = False) -> Iterator[ForeignRow]:
         """Rows of one file: one, or a shard's.
 
         Args:
             check_bytes: read the whole file first, and compare the check sums that it was written with, if it has any.
+            uneven: give rows with more or fewer states than tokens too, for value checks to say what is missing.
 
         Raises:
             DataError: see stages/bridges/_open.py and the format's `read`.
@@ -110,7 +112,10 @@ class ForeignStore:
         with sample(path) as opened:
             if check_bytes:
                 demand_crc(path)
-            yield from self._format.read(opened, file, path)
+            for row in self._format.read(opened, file, path):
+                if not uneven:
+                    demand_even(row, path)
+                yield row
 
     def row(self, file: StoreFile) -> ForeignRow:
         """The first row of `file`; of every format but shards the only one. Raises DataError as `rows_of` does."""

@@ -16,10 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 _LEAST = 11  # rows in a batch whose numbers sort differently as text
 _MOST_CUT = 256  # largest batch that the remains of a crashed run are looked through for
 _LEAST_EVIDENCE = 3  # misplaced rows that have to be explained
+_LEAST_SHARE = (
+    0.2  # of a folder's masks: such an order moves four of five rows or more, and lengths alone show every second
+)
+_MOST_TRIED = 200_000  # batches laid against the files before the search for a crashed run is given up: a second
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class MaskOrder:
     Attributes:
         batch: B; 0 when the whole folder is smaller than a batch.
         starts: first number of each batch.
-        source: number of a file -> number of the file in which its mask stands.
+        source: number of a file -> number of the file in which its mask stands; -1: of one that a crash left unwritten.
         misplaced: files that hold another row's mask.
     """
 
@@ -74,13 +79,14 @@ def find_order(rows: Sequence[MaskFacts]) -> MaskOrder | None:
     """The batch size under which every stored mask of a folder is that of the row it was sent with; None if there is none,
     or if the masks are in place."""
     facts = {row.number: row for row in rows}
-    if sum(not row.in_place for row in rows) < _LEAST_EVIDENCE:
+    if sum(not row.in_place for row in rows) < max(_LEAST_EVIDENCE, _LEAST_SHARE * len(rows)):
         return None
+    budget = iter(range(_MOST_TRIED))
     first, last = min(facts), max(facts)
     count = last - first + 1
     for cut in (False, True):
         for batch in range(_LEAST, min(count, _MOST_CUT if cut else count) + 1):
-            blocks = _blocks(facts, first, last, batch, cut)
+            blocks = _blocks(facts, first, last, _Tries(batch, cut, budget))
             order = _order(facts, 0 if batch == count else batch, blocks) if blocks else None
             if order is not None:
                 return order
@@ -90,24 +96,45 @@ def find_order(rows: Sequence[MaskFacts]) -> MaskOrder | None:
 _Block = tuple[int, int, int]  # first number, files there are, rows in the batch
 
 
-def _blocks(facts: dict[int, MaskFacts], first: int, last: int, batch: int, cut: bool) -> list[_Block] | None:
-    """Batches that explain every file from `first` to `last`; with `cut`, some of them may have lost their end."""
-    blocks: list[_Block] = []
-    at = first
-    while at <= last:
-        size = min(batch, last - at + 1)
-        block = next((b for b in _candidates(at, size, batch, cut) if _explains(facts, b)), None)
+class _Tries(NamedTuple):
+    """Batches of `batch` rows; with `cut`, some of them may have lost their end, and then as many are tried as `budget`
+    has numbers."""
+
+    batch: int
+    cut: bool
+    budget: Iterator[int]
+
+    def from_(self, at: int, last: int) -> Iterator[_Block]:
+        size = min(self.batch, last - at + 1)
+        yield at, size, size
+        if self.cut:
+            for there in range(min(size, self.batch - 1), 0, -1):
+                if next(self.budget, None) is None:
+                    return
+                yield at, there, self.batch
+
+
+def _blocks(facts: dict[int, MaskFacts], first: int, last: int, tries: _Tries) -> list[_Block] | None:
+    """Batches that explain every file from `first` to `last`. The longest are tried first, and taken back where they leave
+    something unexplained behind them."""
+    path: list[_Block] = []
+    waiting = [tries.from_(first, last)]
+    hopeless: set[int] = set()
+    while waiting:
+        block = next(waiting[-1], None)
         if block is None:
-            return None
-        blocks.append(block)
-        at += block[1]
-    return blocks
-
-
-def _candidates(at: int, size: int, batch: int, cut: bool) -> Iterator[_Block]:
-    yield at, size, size
-    if cut:
-        yield from ((at, there, batch) for there in range(min(size, batch - 1), 0, -1))
+            waiting.pop()
+            if path:
+                hopeless.add(sum(path.pop()[:2]))
+            continue
+        after = block[0] + block[1]
+        if after in hopeless or not _explains(facts, block):
+            continue
+        path.append(block)
+        if after > last:
+            return path
+        waiting.append(tries.from_(after, last))
+    return None
 
 
 def _explains(facts: dict[int, MaskFacts], block: _Block) -> bool:
@@ -130,7 +157,9 @@ def _order(facts: dict[int, MaskFacts], batch: int, blocks: list[_Block]) -> Mas
     source: dict[int, int] = {}
     owner: dict[int, int] = {}  # number of a file -> number of the file with the row whose mask it holds
     for at, there, rows in blocks:
-        source |= {at + k: at + row for k, row in enumerate(text_order(rows)[:there]) if at + k in facts}
+        for k, row in enumerate(text_order(rows)[:there]):
+            if at + k in facts:
+                source[at + k] = at + row if row < there else -1
         owner |= {at + k: at + place for k, place in enumerate(_place(rows)[:there]) if at + k in facts}
     wrong = [n for n, row in facts.items() if not row.in_place]
     proven = [n for n in wrong if owner[n] != n and owner[n] in facts]

@@ -124,14 +124,10 @@ def layer_findings(probe: RowProbe) -> Iterator[Finding]:
 
 
 def _precision(probe: RowProbe) -> Iterator[Finding]:
-    """The right points, but farther than storing and computing explain, at all positions or at some."""
+    """The right points, but farther than storing and computing explain."""
     for slot, column in enumerate(probe.nearest):
         per_position = probe.far[:, slot, column]
-        strays = (per_position >= REFUSED).nonzero()[:, 0]
         median, p99 = float(per_position.median()), high(per_position)
-        if len(strays) and p99 > probe.margin.p99:
-            yield _torn(probe, (strays + FIRST).tolist(), slot)
-            return
         if median > probe.margin.median or p99 > probe.margin.p99:
             what = "States agree less with the target run again than precision explains"
             expected = f"median {probe.margin.median:g} and 99 of 100 positions {probe.margin.p99:g} at most"
@@ -146,21 +142,28 @@ def _precision(probe: RowProbe) -> Iterator[Finding]:
         yield _finding(probe, "no_margin", what, "another point at least twice as far", found, "probe longer rows")
 
 
-def _torn(probe: RowProbe, tokens: list[int], slot: int) -> Finding:
+def torn_tokens(probe: RowProbe) -> list[int]:
+    """Tokens whose states are far from what the others hold; none when all are near, or when next to none is.
+
+    Where most positions are near something, that is what they hold; else it is what they are said to hold.
+    """
+    columns = probe.nearest if probe.near else probe.claimed
+    if any(column < 0 for column in columns):
+        return []
+    chosen = torch.stack([probe.far[:, slot, column] for slot, column in enumerate(columns)], -1)
+    strays = (chosen >= REFUSED).any(-1)
+    whole = all(high(chosen[:, slot]) < REFUSED for slot in range(len(columns)))
+    if whole or float(strays.float().mean()) > 1 - _LEAST_SHARE:
+        return []
+    return (strays.nonzero()[:, 0] + FIRST).tolist()
+
+
+def torn_finding(probe: RowProbe, tokens: list[int]) -> Finding:
+    """A row of which `tokens` hold states that are not theirs."""
     what = "Part of a row holds states that are not this row's"
-    found = f"slot {slot}: tokens {spans(tokens)} of {len(probe.far) + FIRST} are near no state of theirs"
+    found = f"tokens {spans(tokens)} of {len(probe.far) + FIRST} are near no state of theirs"
     expected = "each token's own states; a prefill cut in pieces or reordered leaves another request's at some of them"
     return _finding(probe, "torn", what, expected, found, AGAIN, tokens=tokens)
-
-
-def partly_near(probe: RowProbe) -> Iterator[Finding]:
-    """A row of which most positions fit nothing, but some fit what is claimed."""
-    if any(column < 0 for column in probe.claimed):
-        return
-    per_slot = [probe.far[:, slot, column] < REFUSED for slot, column in enumerate(probe.claimed)]
-    good = torch.stack(per_slot).all(0)
-    if _LEAST_SHARE <= float(good.float().mean()) < 1:
-        yield _torn(probe, ((~good).nonzero()[:, 0] + FIRST).tolist(), 0)
 
 
 def spans(tokens: list[int]) -> str:

@@ -22,10 +22,10 @@ from stages.capture.mask_repair import folder_of, mask_facts, mask_findings
 from stages.capture.masks import Masks
 from stages.capture.probe import MOST_TOKENS
 from stages.capture.row_faults import count_states
-from stages.capture.row_probe import RowProbe, layer_findings, partly_near, probe_row
+from stages.capture.row_probe import RowProbe, layer_findings, probe_row, torn_finding, torn_tokens
 from stages.capture.row_sets import Prepared, RowSet
 from stages.capture.row_values import row_findings
-from stages.capture.whose_row import KnownRows, missing_states, whose
+from stages.capture.whose_row import KnownRows, missing_states, nobodys, whose
 from stages.contracts.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ _MASKS = {"mask", "mask_length", "mask_empty", "mask_full"}
 FileT = TypeVar("FileT")
 
 
-def read_each(read: Callable[[FileT], RowLike], files: Iterable[FileT]) -> Iterator[RowLike | DataError]:
-    """The row of each file, or why it cannot be read, so that one damaged file does not end the look at the others."""
+def read_each(read: Callable[[FileT], Iterable[RowLike]], files: Iterable[FileT]) -> Iterator[RowLike | DataError]:
+    """The rows of each file, or why it cannot be read, so that one damaged file does not end the look at the others."""
     for file in files:
         try:
-            yield read(file)
+            yield from read(file)
         except DataError as error:
             yield error
 
@@ -58,6 +58,7 @@ def check_values(
     computed: str | None = None,
     probe_rows: int = PROBE_ROWS,
     max_tokens: int = MOST_TOKENS,
+    others: Iterable[RowLike] = (),
 ) -> list[Finding]:
     """Everything that stored values tell.
 
@@ -71,6 +72,7 @@ def check_values(
         computed: dtype that the states were computed in; None: not known, taken to be the one they are stored in.
         probe_rows: rows that the target runs over.
         max_tokens: of a row that it runs over; states of a prefix do not depend on what follows.
+        others: rows that may own the states of one of `rows`; of them only the tokens are looked at.
 
     Returns:
         Findings, faults and notes, rows in the order in which they came; none but notes when all is well.
@@ -92,6 +94,8 @@ def check_values(
     found = masks.told(found)
     found += together.unlike()
     if target is not None:
+        for row in others:
+            known.add(row)
         against = _AgainstTarget(target, points, last_state, computed, max_tokens, known)
         found = against.told(found, sample)
     return found
@@ -165,13 +169,13 @@ class _AgainstTarget:
         known = [row for row in sample.rows if not self._strange_ids(row)]
         asked = (self.points, self.last_state, self.computed, self.max_tokens)
         probes = [p for row in known if (p := probe_row(self.target, row, *asked))]
-        good, odd = [p for p in probes if p.near], [p for p in probes if not p.near]
+        good = [p for p in probes if p.near and not torn_tokens(p)]
         more = [f for probe in good for f in layer_findings(probe)]
         lasts = [p.row for p in good if p.nearest[-1] >= p.layers]
         readings = [r for row in lasts if (r := read_norm(self.target, row, self.max_tokens))]
         more += norm_findings(readings, self.last_state)
         points = self._points(good)
-        more += self._odd(odd, points)
+        more += self._odd([p for p in probes if p not in good], points)
         return [*self._missing(found, sample.short, points), *strange, *more, *self._notes(good)]
 
     def _points(self, good: list[RowProbe]) -> Sequence[int] | None:
@@ -188,15 +192,12 @@ class _AgainstTarget:
         return Finding("foreign_ids", row.file, row.index, what, f"0 to {size - 1}", found, do)
 
     def _odd(self, odd: list[RowProbe], points: Sequence[int] | None) -> Iterator[Finding]:
-        """Rows that are not near: torn ones, and whose the others are."""
-        searched = 0
-        for probe in odd:
-            partly = list(partly_near(probe))
-            yield from partly
-            if not partly:
-                searched += 1
-                known = self.known if searched <= _MOST_SEARCHED else KnownRows()
-                yield whose(self.target, probe.row, points, self.last_state, known, self.max_tokens)
+        """Rows that hold other states than their own: another row's, in part another's, or nobody's."""
+        for place, probe in enumerate(odd):
+            known = self.known if place < _MOST_SEARCHED else KnownRows()
+            owner = whose(self.target, probe.row, points, self.last_state, known, self.max_tokens) if points else None
+            tokens = torn_tokens(probe)
+            yield owner or (torn_finding(probe, tokens) if tokens else nobodys(probe.row))
 
     def _missing(self, found: list[Finding], short: list[RowLike], points: Sequence[int] | None) -> list[Finding]:
         """Rows with fewer states than tokens: where they are missing in place of how many."""

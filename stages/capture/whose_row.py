@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stages.capture.findings import Finding, LastState, RowLike, slots_of
 from stages.capture.margins import REFUSED
-from stages.capture.probe import FIRST, apart
+from stages.capture.probe import FIRST, apart, high
 from stages.capture.row_probe import AGAIN
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class KnownRows:
         if len(self._rows) < _MOST_KNOWN and len(row.input_ids):
             self._rows.append((row.file, row.index, row.input_ids.to(torch.int32)))
 
-    def ranked(self, foretold: Tensor | None, states: int, but: str) -> list[tuple[str, int | str, Tensor]]:
+    def ranked(self, foretold: Tensor | None, states: int, but: RowLike) -> list[tuple[str, int | str, Tensor]]:
         """Rows by how many of their tokens were foretold [L], then by whether they are as long as the states."""
 
         def rank(row: tuple[str, int | str, Tensor]) -> tuple[float, bool]:
@@ -44,22 +44,17 @@ class KnownRows:
             hits = 0.0 if foretold is None else float((foretold[:shared] == row[2][1 : shared + 1]).float().mean())
             return (round(hits, 2), len(row[2]) == states)
 
-        others = [r for r in self._rows if r[0] != but and min(len(r[2]), states) > _LEAST_TOKENS]
+        others = [r for r in self._rows if r[:2] != (but.file, but.index) and min(len(r[2]), states) > _LEAST_TOKENS]
         return sorted(others, key=rank, reverse=True)[:_MOST_TRIED]
 
 
 def whose(
-    target: Decoder,
-    row: RowLike,
-    points: Sequence[int] | None,
-    last_state: LastState,
-    known: KnownRows,
-    max_tokens: int,
-) -> Finding:
-    """Name what a row of right length holds when it is near none of the target's points. points: of the auxiliary slots;
-    None where neither the store nor its other rows say them, and then there is nothing to compare with."""
-    if points is None:
-        return _nothing(row)
+    target: Decoder, row: RowLike, points: Sequence[int], last_state: LastState, known: KnownRows, max_tokens: int
+) -> Finding | None:
+    """Name whose states a row of right length holds when they are not, or not all, its own tokens'; None if it is not known.
+
+    Rows that begin alike, as chats do, have the same states as far as they do: only a fit at all positions counts.
+    """
     held, columns = _compared(target, row, points, last_state)
     slots = torch.stack([slot[:max_tokens].float() for slot in held], 1)
     own = _states(target, row.input_ids[:max_tokens], columns)
@@ -69,16 +64,17 @@ def whose(
             what = "States stand one token too late" if shift > 0 else "States stand one token too early"
             found = f"the state of token p at token p{shift:+d}"
             return _finding(row, "shifted_tokens", what, "the state of token p at token p", found, AGAIN)
-    for file, index, ids in known.ranked(_foretold(target, row, last_state, max_tokens), len(slots), row.file):
+    for file, index, ids in known.ranked(_foretold(target, row, last_state, max_tokens), len(slots), row):
         shared = min(len(slots), len(ids))
         if _fits(slots[:shared], _states(target, ids[:shared], columns)):
             what, found = "A row holds another row's states", f"the states of {file} ({index})"
             expected = "the states of its own tokens; an engine that reorders a batch hands back another request's"
             return _finding(row, "wrong_row", what, expected, found, AGAIN, owner=index, owner_file=file)
-    return _nothing(row)
+    return None
 
 
-def _nothing(row: RowLike) -> Finding:
+def nobodys(row: RowLike) -> Finding:
+    """States that fit nothing."""
     what = "States fit no point of the target, for this row or another one known"
     found = f"nothing within {REFUSED:g}"
     do = "check that the target is the one that was captured: weights, revision, tokenizer; if it is, extract again"
@@ -143,7 +139,8 @@ def _all_after(close: Tensor) -> bool:
 def _fits(slots: Tensor, own: Tensor) -> bool:
     if len(slots) <= _LEAST_TOKENS:
         return False
-    return bool((apart(slots, own)[FIRST:].median(0).values < REFUSED).all())
+    far = apart(slots, own)[FIRST:]
+    return all(high(far[:, slot]) < REFUSED for slot in range(far.shape[-1]))
 
 
 def _foretold(target: Decoder, row: RowLike, last_state: LastState, max_tokens: int) -> Tensor | None:

@@ -27,7 +27,7 @@ class Evidence:
             not_finite, zero_states, constant_slots, equal_slots, copy_of (another row's id, or `none`), index_finds_it,
             split_equal.
         slots: folder, slot, claimed_point, nearest_point, claimed_distance, claimed_p99_distance, p99_limit (what precision
-            explains), next_best_distance, tokens; for each folder
+            explains), cause (whose states they are, or empty), next_best_distance, tokens; for each folder
             the auxiliary slots first, in order, then the last state with claimed point n.
         unprobed: folders of which no row was compared.
         last: distance_folder with before_distance and after_distance, likelihood_folder with before_nll, after_nll and

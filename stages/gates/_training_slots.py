@@ -29,11 +29,13 @@ def slots(evidence: Evidence, params: Params) -> Table:
     words: list[str] = []
     for row in rows.to_dict("records"):
         near = f"claims point {row['claimed_point']}, nearest is point {row['nearest_point']}"
-        words.append(near if row["claimed_point"] == layers else f"{near} ({together[row['folder']]})")
+        near = near if row["claimed_point"] == layers else f"{near} ({together[row['folder']]})"
+        words.append(f"{near}; {row['cause']}" if row["cause"] else near)
     rows["words"] = words
     rows["p99_words"] = [
         f"99 of 100 positions keep to {p:.4f} of the target, precision explains {limit:g}"
-        for p, limit in zip(rows["claimed_p99_distance"], rows["p99_limit"], strict=True)
+        + (f"; {cause}" if cause else "")
+        for p, limit, cause in zip(rows["claimed_p99_distance"], rows["p99_limit"], rows["cause"], strict=True)
     ]
     checks = _slot_expectations(evidence, params)
     if evidence.unprobed:  # said whether the check passes or not

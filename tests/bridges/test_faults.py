@@ -201,7 +201,6 @@ STATES = SAMPLE["hidden_states"]
         ({"hidden_states": [*STATES[:3], STATES[3].to_sparse()]}, "something else than plain tensors"),
         ({"hidden_states": [*STATES[:3], torch.zeros(1, 1).expand(1 << 20, 1 << 20)]}, "claims more values than"),
         ({"loss_mask": SAMPLE["loss_mask"] * 2}, "something else than 0 and 1"),
-        ({"loss_mask": SAMPLE["loss_mask"][:-1]}, "different lengths"),
         ({"input_ids": SAMPLE["input_ids"].float()}, "no whole numbers"),
         ({"input_ids": SAMPLE["input_ids"][:0]}, "no tokens"),
         ({"input_ids": "ids"}, "no plain tensor"),
@@ -228,3 +227,16 @@ def test_a_safetensors_header_that_contradicts_itself_is_refused(tmp_path: Path)
     save_file({"hidden_states": torch.zeros(5, 4, 8), "token_ids": torch.arange(5)}, path)
     path.write_bytes(path.read_bytes().replace(b"[5,4,8]", b"[5,4,9]"))
     refused(tmp_path, "contradicts itself", "hs_1.safetensors")
+
+
+def test_a_mask_of_another_length_leaves_the_states_readable_and_uneven_states_can_be_looked_at(tmp_path: Path) -> None:
+    make.legacy(tmp_path, make.make_samples(2))
+    torch.save(SAMPLE | {"loss_mask": SAMPLE["loss_mask"][:-1]}, tmp_path / "data_0.pt")
+    torch.save(SAMPLE | {"hidden_states": [s[:-1] for s in STATES]}, tmp_path / "data_1.pt")
+    store = open_store(tmp_path)
+    mask = store.row(store.files[0]).loss_mask
+    assert mask is not None and len(mask) == len(SAMPLE["input_ids"]) - 1
+    with pytest.raises(DataError, match="different lengths"):
+        store.row(store.files[1])
+    (uneven,) = store.rows_of(store.files[1], uneven=True)
+    assert len(uneven.aux[0]) == len(uneven.input_ids) - 1

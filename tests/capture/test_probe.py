@@ -75,6 +75,16 @@ def test_one_row_of_many_with_other_layers_speaks_for_all(target: Decoder) -> No
     assert [p.nearest_point for p in mixed] == [2, 4, 5] and [p.rows for p in mixed] == [3] * 3
 
 
+def test_a_minority_of_positions_that_are_another_rows_shows_beside_the_median(target: Decoder) -> None:
+    right = probe_rows(target, stored(target), POINTS)
+    assert all(p.claimed_distance <= p.claimed_p99_distance < 8e-3 for p in right)
+    rows = stored(target)
+    rows[1].states[25:] = rows[0].states[5:10]
+    torn = probe_rows(target, rows, POINTS)
+    assert [p.nearest_point for p in torn] == [*POINTS, N] and all(p.claimed_distance < 3e-3 for p in torn)
+    assert all(p.claimed_p99_distance > 0.1 for p in torn)
+
+
 def test_points_are_told_apart_at_other_depths(tmp_path: Path) -> None:
     """D14: eight and five layers."""
     for layers in (8, 5):

@@ -506,8 +506,8 @@ TRAINING = (
         "torn row",
         "slots",
         "no part of a row lies farther from the target run again than precision explains",
-        cell("slots", 2, claimed_p99_distance=0.6),
-        "slot 2: 99 of 100 positions keep to 0.6000 of the target, precision explains 0.008",
+        cell("slots", 2, claimed_p99_distance=0.6, cause="row ab: A row holds another row's states"),
+        "slot 2: 99 of 100 positions keep to 0.6000 of the target, precision explains 0.008; row ab: A row holds another",
     ),
     Fault(
         "no margin",

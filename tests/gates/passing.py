@@ -258,6 +258,7 @@ def training_evidence() -> training.Evidence:
                     "claimed_distance": c,
                     "claimed_p99_distance": 2 * c,
                     "p99_limit": 0.008,
+                    "cause": "",
                     "next_best_distance": n,
                     "tokens": 100,
                 }
