@@ -72,9 +72,9 @@ def _look_at_rows(told: Told, path: Path) -> None:
     target, rule = _target_of(told, store, chosen)
     with progress(len(chosen), "looking at values", "files") as advance, torch.inference_mode():
 
-        def read(file: StoreFile) -> ForeignRow:
+        def read(file: StoreFile) -> Iterator[ForeignRow]:
             advance(1)
-            return next(iter(store.rows_of(file, check_bytes=True)))
+            yield from store.rows_of(file, check_bytes=True, uneven=True)
 
         findings = check_values(
             read_each(read, chosen),

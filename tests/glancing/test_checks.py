@@ -12,6 +12,8 @@ import torch
 from stages import glance
 from stages.contracts.errors import LineError, Refusal, run
 from stages.contracts.files import file_digest
+from stages.targets import load_target
+from tests import tiny
 from tests.glancing import stores
 from tests.glancing.test_ours import capture
 from tests.reporting import evidence
@@ -143,3 +145,39 @@ def test_values_and_digests_are_refused_where_there_are_none(tmp_path: Path) -> 
     stores.legacy(tmp_path / "s")
     with pytest.raises(LineError, match="Nothing here has digests"):
         glance.verify(glance.look(tmp_path / "s"), tmp_path / "s")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_target(tmp_path_factory.mktemp("target") / "t")
+
+
+def captured(root: Path, target: Path, ids: tuple[int, ...], points: tuple[int, ...]) -> Path:
+    """A legacy store of the tiny target's own states at `points`, whose config writes `ids`."""
+    decoder = load_target(target)
+    config = stores.legacy_config(layer_ids=list(ids), hidden_size=tiny.HIDDEN, target_model_path=str(target))
+    stores.legacy(root, config=config, lengths=False)
+    g = torch.Generator().manual_seed(5)
+    for i in range(4):
+        tokens = torch.randint(3, 259, (80 + i,), generator=g)
+        stream = decoder.packed(tokens, [len(tokens)], points)
+        kept = [stream.states[p].bfloat16() for p in points]
+        mask = (torch.arange(len(tokens)) > 40).long()
+        torch.save({"input_ids": tokens, "hidden_states": kept, "loss_mask": mask}, root / f"data_{i}.pt")
+    return root
+
+
+def test_with_its_target_at_hand_a_store_is_recomputed_and_a_shift_is_named(tmp_path: Path, target: Path) -> None:
+    right = captured(tmp_path / "right", target, (0, 2, 4, 5), (1, 3, 5, 6))
+    told = glance.look(right)
+    assert told.facts["points"] == [1, 3, 5] and told.facts["layers"] == 6
+    glance.deepen(told, right)
+    assert told.facts["recomputed_with"] == str(target)
+    assert "probed" in told.facts["deep"]["kinds"] and not [f for f in told.faults if "layer" in f.words]
+    wrong = captured(tmp_path / "wrong", target, (1, 3, 4, 5), (1, 3, 5, 6))
+    told = glance.look(wrong)
+    assert told.facts["points"] == [2, 4, 5]
+    glance.deepen(told, wrong)
+    assert [f for f in told.faults if "data_" in f.where]
+    with pytest.raises(Refusal):
+        glance.demand_sound(told)
