@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from stages import glance
 from stages.contracts.draft import DraftRecord
 from stages.glancing.told import Facts, Told
+from stages.targets import families
 from tests import tiny
 from tests.glancing import stores
 from tests.reporting import evidence
@@ -146,7 +147,10 @@ def test_a_target_of_another_class_is_told_in_its_own_ids(tmp_path: Path) -> Non
     told = glance.look(folder)
     ids = {line["tool"]: line["ids"] for line in told.facts["to_capture_them"]}
     assert told.facts["layers"] == 7 and ids["SGLang ≥ 0.5.13"] == [2, 3, 4] and ids["SGLang < 0.5.13"] == [1, 2, 3]
-    assert "Its family does not run in this process; those that do: llama, qwen3" in words(told, "note")
+    raw |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+    (folder / "config.json").write_text(json.dumps(raw))
+    note = f"Its family does not run in this process; those that do: {', '.join(families())}"
+    assert note in words(glance.look(folder), "note")
 
 
 def test_a_target_that_lacks_a_shard_tokenizer_template_or_depth_is_told(tmp_path: Path) -> None:
