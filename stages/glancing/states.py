@@ -33,7 +33,11 @@ def survey(root: Path, kind: Kind, files: Sequence[File], strange: Sequence[Path
     runs, bad = read_runs(root, names, kind.tool)
     lengths = {name: read_lengths(root, name) for name in names} if kind.tool == "speculators" else {}
     sample = next((f for f in files if f.bytes), None)
-    contents = contents_of(root / sample.folder / sample.name) if sample else Contents({}, "every file has zero bytes")
+    contents = (
+        contents_of(root / sample.folder / sample.name)
+        if sample
+        else Contents({}, "every file has zero bytes" if files else "there is none")
+    )
     told = Told(str(root), "hidden_states", "")
     told.facts |= {"tool": kind.tool, "era": kind.era, "layout": kind.pattern}
     said = _tell_runs(told, runs)
@@ -61,6 +65,12 @@ def survey(root: Path, kind: Kind, files: Sequence[File], strange: Sequence[Path
     tell_folders(told, kind, folders, lengths, bad)
     tell_strange(told, root, strange)
     told.notes += known_faults(kind.tool, kind.era, runs, {n: v for n, v in lengths.items() if isinstance(v, dict)})
+    if told.facts["last_state"] == "after_final_norm":
+        told.add(
+            "note",
+            "extract cannot adopt this store: the final norm drops the scale of the last state",
+            "only the target gives it back",
+        )
     told.what = _what(kind, runs)
     told.next = _next(told, folders)
     return told

@@ -141,6 +141,13 @@ def test_a_fault_is_named_where_it_is(tmp_path: Path, make: Callable[[Path], obj
     assert any(n["level"] == "fault" for n in told.as_json()["notes"])
 
 
+def test_a_manifest_without_a_shard_and_a_norm_that_cannot_be_undone_are_told(tmp_path: Path) -> None:
+    told = glance.look(stores.automodel(tmp_path / "a", []))
+    assert told.facts["rows"] == 0 and "The sample opened cannot be read: there is none" in words(told, "fault")
+    told = glance.look(stores.specforge(tmp_path / "b", range(3)))
+    assert "extract cannot adopt this store" in words(told, "note") and not any("adopt" in step for step in told.next)
+
+
 def test_a_config_that_is_no_json_and_one_of_odd_types_are_told(tmp_path: Path) -> None:
     stores.legacy(tmp_path / "s")
     (tmp_path / "s/data_config.json").write_text('{"version": "2.0", ')
