@@ -91,11 +91,10 @@ def main() -> None:
             glance = seconds([sys.executable, "-m", "stages.glance", str(root / "store"), "--json"])
         finally:
             shutil.rmtree(root)
-        worst = max(worst, glance)
+        worst = max(worst, glance[0])
         name = "one flat folder" if flat else f"{FOLDERS} rows_ folders"
-        print(
-            f"{FOLDERS * EACH} files in {name}: glance {glance:.2f} s, bare walk {walk:.2f} s, {glance / walk:.1f} times"
-        )
+        told = f"glance {glance[0]:.2f} s ({glance[1]:.2f} s CPU), bare walk {walk[0]:.2f} s ({walk[1]:.2f} s CPU)"
+        print(f"{FOLDERS * EACH} files in {name}: {told}, {glance[0] / walk[0]:.1f} times", flush=True)
     if worst > MAX_S:
         sys.exit(1)
 
