@@ -38,8 +38,13 @@ _MASKS = {"mask", "mask_length", "mask_empty", "mask_full"}
 FileT = TypeVar("FileT")
 
 
-def read_each(read: Callable[[FileT], Iterable[RowLike]], files: Iterable[FileT]) -> Iterator[RowLike | DataError]:
-    """The rows of each file, or why it cannot be read, so that one damaged file does not end the look at the others."""
+def read_each(read: Callable[[FileT], RowLike], files: Iterable[FileT]) -> Iterator[RowLike | DataError]:
+    """The row of each file, or why it cannot be read, so that one damaged file does not end the look at the others."""
+    return read_all(lambda file: (read(file),), files)
+
+
+def read_all(read: Callable[[FileT], Iterable[RowLike]], files: Iterable[FileT]) -> Iterator[RowLike | DataError]:
+    """`read_each` for files that may hold several rows."""
     for file in files:
         try:
             yield from read(file)
@@ -58,7 +63,7 @@ def check_values(
     computed: str | None = None,
     probe_rows: int = PROBE_ROWS,
     max_tokens: int = MOST_TOKENS,
-    others: Iterable[RowLike] = (),
+    others: Iterable[RowLike | DataError] = (),
 ) -> list[Finding]:
     """Everything that stored values tell.
 
@@ -72,7 +77,8 @@ def check_values(
         computed: dtype that the states were computed in; None: not known, taken to be the one they are stored in.
         probe_rows: rows that the target runs over.
         max_tokens: of a row that it runs over; states of a prefix do not depend on what follows.
-        others: rows that may own the states of one of `rows`; of them only the tokens are looked at.
+        others: the neighbours of `rows` in the store, where those are a sample: of them tokens and masks are looked at, which
+            cost little. One may own the states of one of `rows`, and only whole folders show masks that are out of order.
 
     Returns:
         Findings, faults and notes, rows in the order in which they came; none but notes when all is well.
@@ -91,11 +97,16 @@ def check_values(
         if len(row.input_ids) and not _EMPTY & {f.kind for f in said}:
             sample.offer(row, any(f.kind == "fewer_states" for f in said))
         found += said
+    unread = {f.file for f in found if f.kind == "unreadable"}
+    for row in others:
+        if isinstance(row, DataError):
+            found += [] if row.where in unread else [_unreadable(row)]
+        else:
+            known.add(row)
+            masks.add(row)
     found = masks.told(found)
     found += together.unlike()
     if target is not None:
-        for row in others:
-            known.add(row)
         against = _AgainstTarget(target, points, last_state, computed, max_tokens, known)
         found = against.told(found, sample)
     return found
@@ -133,19 +144,20 @@ class _Masks:
 
     def __init__(self, masks_of: Masks | None) -> None:
         self._masks_of = masks_of
-        self._facts: dict[str, list[MaskFacts]] = {}
+        self._facts: dict[str, dict[int, MaskFacts]] = {}
         self._files: dict[str, dict[int, str]] = {}
 
     def add(self, row: RowLike) -> None:
         facts = mask_facts(row, self._masks_of)
         if facts is not None and facts.tokens:
             folder = folder_of(row.file)
-            self._facts.setdefault(folder, []).append(facts)
+            self._facts.setdefault(folder, {})[facts.number] = facts
             self._files.setdefault(folder, {})[facts.number] = row.file
 
     def told(self, found: list[Finding]) -> list[Finding]:
         """`found` with what the masks show; what a permutation explains is not said again row by row."""
-        said = [f for folder, facts in self._facts.items() for f in mask_findings(self._files[folder], facts)]
+        known = self._facts.items()
+        said = [f for folder, facts in known for f in mask_findings(self._files[folder], list(facts.values()))]
         explained: set[str] = set()
         for finding in said:
             if finding.kind == "mask_order":

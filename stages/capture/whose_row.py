@@ -31,9 +31,12 @@ class KnownRows:
 
     def __init__(self) -> None:
         self._rows: list[tuple[str, int | str, Tensor]] = []
+        self._names: set[tuple[str, int | str]] = set()
 
     def add(self, row: RowLike) -> None:
-        if len(self._rows) < _MOST_KNOWN and len(row.input_ids):
+        """Remember a row's tokens, once."""
+        if len(self._rows) < _MOST_KNOWN and len(row.input_ids) and (row.file, row.index) not in self._names:
+            self._names.add((row.file, row.index))
             self._rows.append((row.file, row.index, row.input_ids.to(torch.int32)))
 
     def ranked(self, foretold: Tensor | None, states: int, but: RowLike) -> list[tuple[str, int | str, Tensor]]:

@@ -17,6 +17,8 @@ from stages.contracts.files import canonical, digest, file_digest
 from stages.contracts.manifest import TargetIdentity
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from stages.targets._decoder import Decoder
 
 CACHE = Path(".cache/targets")
@@ -49,6 +51,20 @@ def load_target(folder: Path, device: str = "cpu", dtype: str = "float32") -> De
             do="add stages/targets/<model_type>.py (llama.py is the shortest example)",
         )
     return importlib.import_module(f"stages.targets.{family}").load(folder, config, device, dtype)
+
+
+def load_norm(folder: Path) -> tuple[Tensor, float]:
+    """Weight f32 [H] and epsilon of the final RMSNorm of the target in `folder`, without its other tensors.
+
+    Raises:
+        EngineError: no such tensor, or a family whose config is not read here.
+    """
+    import torch
+
+    from stages.targets._checkpoint import Checkpoint, read_config
+
+    config = read_config(json.loads((folder / "config.json").read_text()))
+    return Checkpoint(folder, "cpu", torch.float32)("model.norm.weight", config.hidden_size), config.eps
 
 
 def locate_target(origin: str, cache: Path = CACHE) -> Path:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stages.bridges.stores import open_store
 from stages.capture.findings import Finding
-from stages.capture.values import check_values, read_each
+from stages.capture.values import check_values, read_all
 from stages.targets._decoder import Decoder
 from tests import line, tiny
 from tests.bridges import samples as make
@@ -47,7 +47,7 @@ def write(root: Path, samples: Sequence[Sample], changes: dict[int, Callable[[di
 def look(root: Path, target: Decoder | None = None, **asked: Any) -> list[Finding]:
     """The value checks over every row of the store at `root`."""
     store = open_store(root)
-    rows = read_each(lambda file: store.rows_of(file, uneven=True), store.files)
+    rows = read_all(lambda file: store.rows_of(file, uneven=True), store.files)
     asked = {"points": POINTS, "last_state": store.kind.last_state, "computed": "float32"} | asked
     return check_values(rows, target=target, probe_rows=99, **asked)
 

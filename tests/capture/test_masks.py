@@ -16,6 +16,7 @@ from stages.capture.mask_order import MaskFacts, MaskOrder, find_order, text_ord
 from stages.capture.mask_repair import mask_facts, rebuild_masks, reorder_masks
 from stages.capture.masks import MaskRule, choose_rule, rules_of, template_rules
 from stages.capture.rows import Row, row_id
+from stages.capture.values import check_values, read_each
 from stages.contracts.errors import DataError
 from tests import line, tiny
 from tests.bridges import samples as make
@@ -142,6 +143,24 @@ def test_a_single_wrong_mask_is_named_with_the_token_where_it_departs(
     (fault,) = faults(look(store(tmp_path, rows), points=None, masks_of=rule))
     assert (fault.kind, fault.index) == ("mask", 4)
     assert f"1 of {len(rows[4].ids)} tokens differ, the first is token {at}" in fault.found
+
+
+def test_a_sample_of_rows_with_their_neighbours_shows_the_order_and_each_damaged_file_once(
+    tmp_path: Path, folder: Path, rule: MaskRule
+) -> None:
+    opened = open_store(store(tmp_path, as_0_4_0(chats(folder, 40), 16)))
+    (opened.root / opened.files[30].path).write_bytes(b"")
+    found = check_values(
+        read_each(opened.row, opened.files[::10]),
+        target=None,
+        points=None,
+        last_state="unknown",
+        masks_of=rule,
+        others=read_each(opened.row, opened.files),
+    )
+    by_kind = {f.kind: f for f in faults(found)}
+    assert by_kind["mask_order"].detail["batch"] == 16 and set(by_kind) == {"mask_order", "unreadable"}
+    assert sum(f.kind == "unreadable" for f in found) == 1
 
 
 def test_a_few_scattered_rows_are_no_evidence_of_an_order(folder: Path, rule: MaskRule) -> None:

@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stages.bridges._rows import demand_keys, make_row, split, states
+from stages.bridges.handing import OutRow, Parcel
 from stages.bridges.kinds import ForeignRow, Look, StoreFile, StoreKind
 
 SAMPLE = re.compile(r"data_(?P<index>\d+)\.ckpt(\.gz)?")
-SIDE_FILES = frozenset({"vocab_mapping.pt"})
+SIDE_FILES = frozenset({"vocab_mapping.pt", "handed_over.json"})
 CONFIG = ""
 
 
@@ -52,3 +55,37 @@ def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[Foreig
 def layer_ids(config: dict[str, Any]) -> list[int] | None:
     """Nothing beside the samples says which layers they are of."""
     return None
+
+
+NUMBERING = "specforge"
+LAST_STATE = "after_final_norm"
+_PER_FOLDER = 2000
+
+
+def write(root: Path, parcel: Parcel) -> str:
+    """train/ and held_out/ of rows_{g}-{g+2000}/data_{i}.ckpt, unpadded, and vocab_mapping.pt; returns how to train on it.
+
+    The last state is normed here, since this trainer's head reads it normed: in float32, rounded once.
+    """
+    written = {"train": 0, "held_out": 0}
+    for row in parcel.rows:
+        i = written[row.split]
+        written[row.split] += 1
+        begin = i // _PER_FOLDER * _PER_FOLDER
+        folder = root / row.split / f"rows_{begin}-{begin + _PER_FOLDER}"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(_sample(row, parcel), folder / f"data_{i}.ckpt")
+    torch.save({"d2t": parcel.d2t, "t2d": parcel.t2d}, root / "vocab_mapping.pt")
+    return (
+        "hidden states: train/, and held_out/ for evaluation; vocab mapping: vocab_mapping.pt; draft config: "
+        f"draft_vocab_size {len(parcel.d2t)}, eagle_config.eagle_aux_hidden_state_layer_ids {list(parcel.layer_ids)}"
+    )
+
+
+def _sample(row: OutRow, parcel: Parcel) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": row.input_ids,
+        "loss_mask": row.loss_mask,
+        "hidden_state": parcel.norm(row.states[:, -1])[None],
+        "aux_hidden_state": row.states[:, :-1].flatten(1)[None],
+    }
