@@ -11,7 +11,7 @@ from stages.contracts.errors import DataError, EngineError, LineError, ParamsErr
 from stages.contracts.manifest import CaptureManifest, FolderConfig, MergedManifest, PreparedManifest
 from stages.contracts.params import load_params
 from stages.contracts.progress import progress
-from stages.glancing.deep import choose, tell_findings
+from stages.glancing.deep import choose, neighbours, tell_findings
 from stages.glancing.ours import our_manifest
 from stages.glancing.told import Told
 from stages.glancing.verifying import digests_of, tell_damages, tell_digests
@@ -65,23 +65,29 @@ def _look_at_rows(told: Told, path: Path) -> None:
     import torch
 
     from stages.bridges.stores import open_store
-    from stages.capture.values import check_values, read_each
+    from stages.capture.values import check_values, read_all
 
     store = open_store(path)
     chosen = choose(store.files)
+    others = neighbours(store.files, chosen)
     target, rule = _target_of(told, store, chosen)
-    with progress(len(chosen), "looking at values", "files") as advance, torch.inference_mode():
+    with progress(len(chosen) + len(others), "looking at values", "files") as advance, torch.inference_mode():
 
         def read(file: StoreFile) -> Iterator[ForeignRow]:
             advance(1)
             yield from store.rows_of(file, check_bytes=True, uneven=True)
 
+        def glimpse(file: StoreFile) -> Iterator[ForeignRow]:
+            advance(1)
+            yield from store.rows_of(file, uneven=True)
+
         findings = check_values(
-            read_each(read, chosen),
+            read_all(read, chosen),
             target=target,
             points=told.facts.get("points"),
             last_state=told.facts["last_state"],
             masks_of=rule,
+            others=read_all(glimpse, others),
         )
     tell_findings(told, findings, len(chosen), len(store.files))
 

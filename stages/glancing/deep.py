@@ -9,6 +9,7 @@ from stages.glancing.folders import File
 from stages.glancing.told import Told
 
 MOST_FILES = 48
+MOST_NEIGHBOURS = 2000
 _NAMED = 8  # findings of one kind that are told one by one
 FileT = TypeVar("FileT", bound=File)
 
@@ -45,6 +46,15 @@ def choose(files: Sequence[FileT], most: int = MOST_FILES) -> list[FileT]:
         if len(chosen) < most:
             chosen.add(id(files[i * len(files) // most]))
     return [f for f in files if id(f) in chosen]
+
+
+def neighbours(files: Sequence[FileT], chosen: Sequence[FileT], most: int = MOST_NEIGHBOURS) -> list[FileT]:
+    """The rest of the first chosen file's folder, of which tokens and masks are looked at: masks that are out of order show
+    only beside one another. Compressed files have no cheap look."""
+    taken = {id(f) for f in chosen}
+    folder = chosen[0].folder if chosen else ""
+    rest = [f for f in files if f.folder == folder and id(f) not in taken and not f.name.endswith(".gz")]
+    return rest[:most]
 
 
 def tell_findings(told: Told, findings: Iterable[FindingLike], opened: int, all_files: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from stages.glancing.contents import Contents, Shape, contents_of
-from stages.glancing.deep import choose, tell_findings
+from stages.glancing.deep import choose, neighbours, tell_findings
 from stages.glancing.faults import displaced, numbers_of
 from stages.glancing.lines import say, size
 from stages.glancing.rendering import show
@@ -112,6 +112,12 @@ def test_a_deep_look_takes_the_odd_sizes_of_every_folder_first() -> None:
     assert len(chosen) == 20 and chosen == sorted(chosen, key=files.index)
     assert {(f.folder, f.index) for f in chosen} >= {(f"rows_{k}", i) for k in range(5) for i in (7, 13)}
     assert choose(files[:9], most=20) == files[:9]
+    beside = neighbours(files, chosen, most=50)
+    assert (
+        len(beside) == 50
+        and {f.folder for f in beside} == {"rows_0"}
+        and not {id(f) for f in beside} & {id(f) for f in chosen}
+    )
 
 
 @dataclass(frozen=True)
