@@ -9,7 +9,13 @@ from stages.glancing.told import Facts, many
 
 _STEPS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 _IN_WORDS = {"tool", "points", "layers", "last_state", "dtype", "hidden_size"}  # what points_in_words says
+_KEPT = "\n\u202f"  # not printable by their class, and used here
 _DIGEST = 19  # characters of one that are shown; programs get it whole
+
+
+def plain(text: str) -> str:
+    """Text that a terminal shows and does not obey: names may hold escape codes, and bytes that are no text."""
+    return "".join(c if c.isprintable() or c in _KEPT else "\ufffd" for c in text)
 
 
 def say(name: str, value: Any) -> str:

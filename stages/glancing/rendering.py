@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stages.glancing.lines import is_table, lines_of, say
+from stages.glancing.lines import is_table, lines_of, plain, say
 from stages.glancing.told import LEVELS, Facts, Note, Told
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def show_stages(records: Sequence[Facts], unreadable: Sequence[str], page: Path,
 
     on.print(stages_of(records))
     for fault in unreadable:
-        on.print(Text.assemble(("unreadable", "red"), f" {fault}"))
+        on.print(Text.assemble(("unreadable", "red"), plain(f" {fault}")))
     on.print(f"report: {page}" if page.exists() else "report: none yet, run `dvc repro`", style="dim")
 
 
@@ -43,7 +43,7 @@ def show(told: Told, console: Console) -> None:
     """Print `told`."""
     from rich.text import Text
 
-    console.print(Text.assemble((told.path, "bold"), "  ", (told.what, "cyan")))
+    console.print(Text.assemble((plain(told.path), "bold"), "  ", (plain(told.what), "cyan")))
     lines = lines_of(told.kind, told.facts)
     tables: list[tuple[str, list[Facts]]] = [(k, v) for k, v in told.facts.items() if is_table(v) and k not in _HIDDEN]
     if lines:
@@ -55,7 +55,7 @@ def show(told: Told, console: Console) -> None:
         console.print()
         console.print(notes_of(told.notes))
     for i, step in enumerate(told.next):
-        console.print(Text.assemble(("next  " if not i else "      ", "dim"), (step, "bold")), soft_wrap=True)
+        console.print(Text.assemble(("next  " if not i else "      ", "dim"), (plain(step), "bold")), soft_wrap=True)
 
 
 def _grid(lines: Sequence[tuple[str, str]]) -> Table:
@@ -66,7 +66,7 @@ def _grid(lines: Sequence[tuple[str, str]]) -> Table:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, value in lines:
-        grid.add_row(Text(label), Text(value))
+        grid.add_row(Text(label), Text(plain(value)))
     return grid
 
 
@@ -79,11 +79,11 @@ def notes_of(notes: Sequence[Note]) -> Table:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for note in sorted(notes, key=lambda n: LEVELS.index(n.level)):
-        words = Text(note.words, style="dim" if note.level in ("note", "fine") else "")
+        words = Text(plain(note.words), style="dim" if note.level in ("note", "fine") else "")
         if note.where:
-            words.append(f" [{note.where}]", style="dim")
+            words.append(plain(f" [{note.where}]"), style="dim")
         if note.do:
-            words.append(f"\n→ {note.do}", style="italic")
+            words.append(plain(f"\n→ {note.do}"), style="italic")
         grid.add_row(Text(note.level, style=_COLOUR[note.level]), words)
     return grid
 
@@ -102,7 +102,7 @@ def table_of(rows: Sequence[Facts]) -> RenderableType:
         right = all(isinstance(r.get(n), int | float | None) and not isinstance(r.get(n), bool) for r in rows)
         table.add_column(n.replace("_", " "), justify="right" if right else "left", overflow="fold")
     for row in shown:
-        table.add_row(*(Text(say(n, row.get(n))) for n in names))
+        table.add_row(*(Text(plain(say(n, row.get(n)))) for n in names))
     rest = len(rows) - len(shown)
     return (
         Group(
@@ -130,5 +130,5 @@ def stages_of(records: Sequence[Facts]) -> Table:
             f"{k.replace('_', ' ')} {say(k, v)}" for k, v in record.items() if k not in ("stage", "state")
         )
         state = str(record["state"])
-        table.add_row(Text(str(record["stage"])), Text(state, style=_STATES[state]), Text(figures))
+        table.add_row(Text(str(record["stage"])), Text(state, style=_STATES[state]), Text(plain(figures)))
     return table

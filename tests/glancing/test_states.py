@@ -194,6 +194,20 @@ def test_files_that_are_no_sample_are_told_with_their_square_brackets(
     assert "s[/b]" in shown and "notes[i].txt" in shown
 
 
+def test_a_name_that_is_no_text_or_would_command_the_terminal_is_shown_harmless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = stores.legacy(tmp_path / "s")
+    (folder / "red\x1b[31m.txt").write_text("x")
+    (folder / os.fsdecode(b"latin\xff.txt")).write_text("x")
+    told = glance.look(folder)
+    glance.show_path(told, as_json=False)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "red\ufffd[31m.txt" in shown and "latin\ufffd.txt" in shown
+    glance.show_path(told, as_json=True)
+    assert json.loads(capsys.readouterr().out)["facts"]["no_samples"]["count"] == 2
+
+
 @pytest.mark.parametrize(
     ("version", "command", "level", "said"),
     [
