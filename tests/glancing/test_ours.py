@@ -58,7 +58,7 @@ def capture(root: Path, rows: int = 5, each: int = 2) -> Path:
     manifest = CaptureManifest(
         prepared_digest=evidence.prepared().digest(),
         capture=spec,
-        slots=("3", "16", "28", "last"),
+        slots=("point 3", "point 16", "point 28", "point 30, before the final norm"),
         folders=tuple(folders),
         rows=rows,
         tokens=sum(f.tokens for f in folders),
