@@ -262,9 +262,14 @@ def list_files(root: Path, kind: StoreKind) -> tuple[list[StoreFile], list[Path]
                 inside.append(StoreFile(folder, file.name, number, _bytes(file)))
             elif file.name not in module.SIDE_FILES:
                 strange.append(Path(file.path))
-        inside.sort(key=lambda f: (natural(str(f.index)), f.name))
+        inside.sort(key=lambda f: (_order(f.index), f.name))
         found += inside
     return found, sorted(strange)
+
+
+def _order(index: int | str | None) -> tuple[tuple[int, int, str], ...]:
+    """`natural` of an index, without the search in its digits where it is a number: there are many."""
+    return ((0, index, ""),) if isinstance(index, int) else natural(str(index))
 
 
 def _bytes(file: os.DirEntry[str]) -> int:
