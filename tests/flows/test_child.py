@@ -69,7 +69,8 @@ def test_a_grandchild_left_behind_by_a_finished_child_is_ended(tmp_path: Path) -
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_parent_dies(tmp_path: Path, repo_root: Path, sign: signal.Signals) -> None:
     parent = (
-        "import os, sys; from pathlib import Path; from flows.child import run_child\n"
+        "import os, signal, sys; from pathlib import Path; from flows.child import run_child\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs start with it ignored
         "run_child(['sh', '-c', 'sleep 60 & echo $! > pid; echo up; wait'], cwd=Path(sys.argv[1]), env=os.environ,"
         " time_limit_s=60, on_line=lambda line: print(line, flush=True))"
     )
