@@ -143,6 +143,7 @@ def test_the_same_fault_in_stored_states_is_refused_before_training(
     here: Path, monkeypatch: pytest.MonkeyPatch, points: tuple[int, ...], words: str
 ) -> None:
     shutil.rmtree(".cache/states")
+    shutil.rmtree(extract.HIDDEN_STATES)  # extract would take good folders from here again
     honest = extract.capture_rows
     monkeypatch.setattr(extract, "capture_rows", lambda target, rows, _, tokens: honest(target, rows, points, tokens))
     extract.main()
