@@ -22,7 +22,15 @@ from stages.acceptance.lengths import Answer as Counted
 from stages.acceptance.lengths import accept_length, by_domain
 from stages.acceptance.policy import choose_policy, speculation_off_above
 from stages.acceptance.prompts import Prompt, held_out_prompts, out_of_distribution_prompts, take
-from stages.acceptance.sweep import Trial, describe_arm, paired_interval, ratio_over_plain, turns
+from stages.acceptance.sweep import (
+    CONFIDENCE,
+    Trial,
+    confidence_at_once,
+    describe_arm,
+    paired_interval,
+    ratio_over_plain,
+    turns,
+)
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, Refusal, run
 from stages.contracts.evidence import (
@@ -48,7 +56,7 @@ from stages.targets._decoder import Linear
 ArmName = Literal["plain", "speculative", "policy"]
 Advance = Callable[..., None]
 _WARM_UP_TOKENS = 8
-_OFF_REPEATS = 5  # of the comparison that proves that off is off: small differences need more pairs
+_OFF_PAIRS = 12  # of the comparison that proves that off is off: a difference of a hundredth needs many
 
 
 @dataclass(frozen=True)
@@ -92,9 +100,16 @@ class Bench:
         """The prompts of a repeat: benchmark.requests, rounded up to whole rounds of the concurrency."""
         return take(self.timed, math.ceil(self.told.requests / concurrency) * concurrency)
 
-    def trial(self, engine: Any, concurrency: int, told: int | Callable[[int], int], tokens: int) -> Trial:
-        """Serve one repeat."""
-        requests = self.requests(self.prompts_at(concurrency), tokens)
+    def trial(
+        self,
+        engine: Any,
+        concurrency: int,
+        told: int | Callable[[int], int],
+        tokens: int,
+        prompts: Sequence[Prompt] = (),
+    ) -> Trial:
+        """Serve one repeat: `prompts`, or those of the concurrency."""
+        requests = self.requests(prompts or self.prompts_at(concurrency), tokens)
         started = time.perf_counter()
         answers = engine.generate(requests, concurrency=concurrency, draft_steps=told)
         spent = time.perf_counter() - started
@@ -125,8 +140,10 @@ def _packed_linear(weight: Tensor) -> Linear:
 PLAIN = Way("plain", 0, 0)
 
 
-def sweep(bench: Bench, ways_at: Callable[[int], list[Way]], label: str) -> tuple[list[Arm], list[Ratio]]:
-    """Measure plain decoding and `ways_at` every concurrency."""
+def sweep(
+    bench: Bench, ways_at: Callable[[int], list[Way]], label: str, confidence: float = CONFIDENCE
+) -> tuple[list[Arm], list[Ratio]]:
+    """Measure plain decoding and `ways_at` every concurrency; intervals of ratios at `confidence`."""
     arms: list[Arm] = []
     ratios: list[Ratio] = []
     turns_in_all = sum((1 + len(ways_at(c))) * bench.told.repeats for c in bench.told.concurrencies)
@@ -136,20 +153,30 @@ def sweep(bench: Bench, ways_at: Callable[[int], list[Way]], label: str) -> tupl
             for way, found in trials.items():
                 arms.append(describe_arm(way.name, way.draft_steps, concurrency, found))
                 if way is not PLAIN:
-                    ratios.append(ratio_over_plain(way.name, way.draft_steps, concurrency, found, trials[PLAIN]))
+                    steps, plain = way.draft_steps, trials[PLAIN]
+                    ratios.append(ratio_over_plain(way.name, steps, concurrency, found, plain, confidence))
     return arms, ratios
 
 
-def off_cost(bench: Bench) -> tuple[float, float, float]:
-    """Plain throughput of the engine that holds a draft, switched off, over that of one that never had it; median, low, high."""
+def off_cost(bench: Bench, steps: int) -> tuple[float, float, float]:
+    """Throughput where the policy switches the draft off over that of an engine that never had one; median, low, high.
+
+    The draft is off at this load but not at smaller ones, so the engine keeps the target's states for it: that keeping is
+    the cost looked for. Measured at the middle concurrency, in many short pairs.
+    """
     concurrency = bench.told.concurrencies[len(bench.told.concurrencies) // 2]
-    speeds: dict[str, list[float]] = {"off": [], "never on": []}
-    sides = {"off": bench.loaded, "never on": bench.never_on}
-    for side in sides.values():
-        bench.trial(side, concurrency, 0, min(_WARM_UP_TOKENS, bench.told.max_new_tokens))
-    with progress(2 * _OFF_REPEATS, "off against never on", "turns") as advance:
-        for _, side in turns(list(sides), _OFF_REPEATS):
-            speeds[side].append(bench.trial(sides[side], concurrency, 0, bench.told.max_new_tokens).tokens_per_s)
+    sides: dict[str, tuple[Any, int | Callable[[int], int]]] = {
+        "off": (bench.loaded, lambda batch: 0 if batch >= concurrency else steps),
+        "never on": (bench.never_on, 0),
+    }
+    prompts, tokens = take(bench.timed, concurrency), bench.told.max_new_tokens
+    speeds: dict[str, list[float]] = {side: [] for side in sides}
+    for engine, told in sides.values():
+        bench.trial(engine, concurrency, told, min(_WARM_UP_TOKENS, tokens), prompts)
+    with progress(2 * _OFF_PAIRS, "off against never on", "turns") as advance:
+        for _, side in turns(list(sides), _OFF_PAIRS):
+            engine, told = sides[side]
+            speeds[side].append(bench.trial(engine, concurrency, told, tokens, prompts).tokens_per_s)
             advance(1, side)
     return paired_interval(speeds["off"], speeds["never on"])
 
@@ -212,13 +239,14 @@ def measure_all(
     chains = [Way("speculative", k, k) for k in told.draft_steps]
     arms, ratios = sweep(bench, lambda _: chains, "plain and drafted")
     policy = choose_policy(ratios, draft_digest=record.digest(), **about)
+    at_once = confidence_at_once(len(told.concurrencies))
     by_policy, policy_ratios = sweep(
-        bench, lambda c: [Way("policy", policy.steps_for(c), policy.steps_for)], "plain and policy"
+        bench, lambda c: [Way("policy", policy.steps_for(c), policy.steps_for)], "plain and policy", at_once
     )
     steps = params.serve.draft_steps
     _, domains = accept_lengths(bench, prompts[: 2 * max(told.concurrencies)], steps, "by domain")
     out_of_distribution, _ = accept_lengths(bench, others, steps, "out of distribution")
-    off, off_low, off_high = off_cost(bench)
+    off, off_low, off_high = off_cost(bench, steps)
     evidence = BenchmarkEvidence(
         draft_digest=record.digest(),
         max_new_tokens=told.max_new_tokens,

@@ -235,6 +235,7 @@ def main() -> None:
         head_dim=told.head_dim,
         intermediate_size=told.intermediate_size,
         seed=told.seed,
+        head=told.head,
     )
     del target
     trainer = Trainer(draft, teacher, schedule_of(params))

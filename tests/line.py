@@ -243,6 +243,7 @@ def write_params(root: Path, target_folder: Path, changes: dict[str, dict[str, A
         "kv_heads": tiny.KV_HEADS,
         "head_dim": tiny.HEAD_DIM,
         "intermediate_size": tiny.INTER,
+        "head": "frozen",
         "evaluate_every": 6,
         "checkpoint_every": 6,
     }

@@ -80,6 +80,7 @@ def test_every_arm_is_measured_at_every_concurrency_and_the_policy_written_is_th
         assert 1 <= arm.accept_length <= arm.draft_steps + 1 + 1e-9 or arm.accept_length <= 6 / 2
     by_policy = {r.concurrency: r for r in evidence.ratios if r.arm == "policy"}
     assert {c: r.draft_steps for c, r in by_policy.items()} == {c: policy.steps_for(c) for c in CONCURRENCIES}
+    assert {round(r.confidence, 6) for r in by_policy.values()} == {round(1 - 0.05 / len(CONCURRENCIES), 6)}
     for r in evidence.ratios:
         assert 0 < r.low <= r.ratio <= r.high
     assert 0.3 < evidence.off_cost_ratio < 3
@@ -95,8 +96,10 @@ def test_the_draft_is_left_alone_while_off_is_timed(here: Path, monkeypatch: pyt
     monkeypatch.setattr(DraftDecoder, "feed", lambda *a: (calls.__setitem__(0, calls[0] + 1), feed(*a))[1])
     prepared = benchmark.PreparedManifest.read(benchmark.PREPARED_MANIFEST)
     bench = benchmark.Bench(params, benchmark.held_out_prompts(prepared), [])
-    off += benchmark.off_cost(bench)
+    assert bench.loaded._aux is None
+    off += benchmark.off_cost(bench, steps=2)
     assert calls == [0]
+    assert bench.loaded._aux is not None, "off must be timed as the policy serves it: the states kept for smaller loads"
     assert bench.loaded.draft is not None and bench.never_on.draft is None
     bench.trial(bench.loaded, 2, 1, 6)
     assert calls[0] > 0

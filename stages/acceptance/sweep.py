@@ -33,8 +33,16 @@ def turns(arms: Sequence[ArmT], repeats: int) -> Iterator[tuple[int, ArmT]]:
         yield from ((repeat, arm) for arm in [*arms[first:], *arms[:first]])
 
 
-def paired_interval(over: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """over / base, paired by repeat: median, and a t interval at 95 % around the geometric mean.
+def confidence_at_once(statements: int) -> float:
+    """Confidence of each of several intervals, so that all hold at once at 95 % (Bonferroni): a policy is refused for any
+    one of its loads, and five loads at 95 % each would be refused by noise alone in one run of five."""
+    return 1 - (1 - CONFIDENCE) / statements
+
+
+def paired_interval(
+    over: Sequence[float], base: Sequence[float], confidence: float = CONFIDENCE
+) -> tuple[float, float, float]:
+    """over / base, paired by repeat: median, and a t interval around the geometric mean.
 
     Throughput varies by factors, so the interval is taken on logarithms; it is widened, if need be, to hold the median.
     At least two repeats are needed.
@@ -43,17 +51,31 @@ def paired_interval(over: Sequence[float], base: Sequence[float]) -> tuple[float
 
     ratios = [o / b for o, b in zip(over, base, strict=True)]
     logs = np.log(ratios)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
+    half = float(stats.t.ppf((1 + confidence) / 2, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
     median, middle = statistics.median(ratios), float(logs.mean())
     return median, min(median, float(np.exp(middle - half))), max(median, float(np.exp(middle + half)))
 
 
 def ratio_over_plain(
-    arm: str, draft_steps: int, concurrency: int, trials: Sequence[Trial], plain: Sequence[Trial]
+    arm: str,
+    draft_steps: int,
+    concurrency: int,
+    trials: Sequence[Trial],
+    plain: Sequence[Trial],
+    confidence: float = CONFIDENCE,
 ) -> Ratio:
     """The ratio of two arms measured in the same repeats."""
-    ratio, low, high = paired_interval([t.tokens_per_s for t in trials], [t.tokens_per_s for t in plain])
-    return Ratio(arm=arm, draft_steps=draft_steps, concurrency=concurrency, ratio=ratio, low=low, high=high)  # type: ignore[arg-type]
+    speeds, base = [t.tokens_per_s for t in trials], [t.tokens_per_s for t in plain]
+    ratio, low, high = paired_interval(speeds, base, confidence)
+    return Ratio(
+        arm=arm,  # type: ignore[arg-type]
+        draft_steps=draft_steps,
+        concurrency=concurrency,
+        ratio=ratio,
+        low=low,
+        high=high,
+        confidence=confidence,
+    )
 
 
 def describe_arm(name: str, draft_steps: int, concurrency: int, trials: Sequence[Trial]) -> Arm:

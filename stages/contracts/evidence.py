@@ -121,7 +121,7 @@ class Arm(Fact):
 
 
 class Ratio(Fact):
-    """Throughput over plain, paired by repeat: median, and a t interval at 95 %."""
+    """Throughput over plain, paired by repeat: median, and a t interval at `confidence`."""
 
     arm: Literal["speculative", "policy"]
     draft_steps: int
@@ -129,6 +129,7 @@ class Ratio(Fact):
     ratio: float
     low: float
     high: float
+    confidence: float = 0.95
 
 
 class PolicyLevel(Fact):

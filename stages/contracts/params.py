@@ -119,6 +119,7 @@ class Train(Section):
     kv_heads: Positive
     head_dim: Positive
     intermediate_size: Positive
+    head: Literal["trained", "frozen"]
     evaluate_every: Positive
     checkpoint_every: Positive
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,15 @@ def start_draft(
     head_dim: int,
     intermediate_size: int,
     seed: int,
+    head: Literal["trained", "frozen"] = "trained",
 ) -> tuple[Eagle3, Teacher]:
     """The draft as training starts from it, and the target's head to learn from; both float32 on the target's device.
 
     Args:
         target: not packed, for its weights are read.
         target_ids: target id of every draft id, ascending, i64.
+        head: "frozen" leaves lm_head as the target's own rows, so that neither its gradient nor its optimizer state is
+            computed: a sixth of a step's products less, at the same accept length on the default rows.
     """
     c = target.config
     config = Eagle3Config(
@@ -51,6 +54,7 @@ def start_draft(
     teacher = Teacher(target.norm.float(), target.head_weight[ids].float(), c.eps, ids, c.vocab_size)
     draft = Eagle3(config, target.embedding.float())
     initialise(draft, target, teacher, seed)
+    draft.lm_head.requires_grad_(head == "trained")
     return draft.to(target.device), teacher
 
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
 from stages.acceptance.lengths import Answer
 from stages.acceptance.policy import choose_levels, choose_policy, speculation_off_above
-from stages.acceptance.sweep import Trial, describe_arm, paired_interval, ratio_over_plain, turns
+from stages.acceptance.sweep import Trial, confidence_at_once, describe_arm, paired_interval, ratio_over_plain, turns
 from stages.contracts.errors import DataError
 from stages.contracts.evidence import Ratio, ServingPolicy
 
@@ -87,6 +88,22 @@ def test_the_interval_is_that_of_paired_repeats() -> None:
     assert low == pytest.approx(math.exp(mean - 4.302653 * sd / math.sqrt(3)), rel=1e-6)
     assert high == pytest.approx(math.exp(mean + 4.302653 * sd / math.sqrt(3)), rel=1e-6)
     assert 1.1 < low < median < high
+
+
+def test_five_loads_judged_at_once_raise_a_false_alarm_as_seldom_as_one() -> None:
+    """Two arms that are truly equal, four repeats, 3 % of noise: below plain at any of five loads in at most 2.5 % of runs."""
+    noise, runs = random.Random(7), 2000
+    alarms = {1: 0, 5: 0}
+
+    def arm() -> list[float]:
+        return [math.exp(noise.gauss(0, 0.03)) for _ in range(4)]
+
+    for _ in range(runs):
+        loads = [(arm(), arm()) for _ in range(5)]
+        for statements in alarms:
+            highs = [paired_interval(*load, confidence_at_once(statements))[2] for load in loads]
+            alarms[statements] += min(highs) < 1
+    assert alarms[5] / runs < 0.04 < 0.08 < alarms[1] / runs
 
 
 def trial(speed: float, latencies: tuple[float, ...], accepted: tuple[int, ...]) -> Trial:

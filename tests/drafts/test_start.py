@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from stages.drafts._training import chain_states, lay_out
-from stages.drafts.eagle3 import PackedBatch, start_draft
+from stages.drafts.eagle3 import PackedBatch, Trainer, start_draft
 from stages.targets import load_target
 from tests import tiny
+from tests.drafts.test_trainer import SCHEDULE
 
 
 @pytest.mark.parametrize("kv_heads", [tiny.KV_HEADS, tiny.HEADS])
@@ -47,3 +48,18 @@ def test_a_draft_of_other_sizes_starts_from_the_head_alone_and_is_reproducible(t
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert torch.equal(one.lm_head.weight, target.head_weight[:40])
     assert one.lm_head.weight.data_ptr() != target.head_weight.data_ptr()
+
+
+def test_a_frozen_head_stays_the_targets_own_and_the_rest_learns(tmp_path: Path) -> None:
+    target = load_target(tiny.make_target(tmp_path / "target"))
+    sizes = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 48, "seed": 3}
+    draft, teacher = start_draft(target, torch.arange(40), **sizes, head="frozen")
+    trainer = Trainer(draft, teacher, SCHEDULE)
+    tokens = torch.randint(0, 40, (12,))
+    stream = target.packed(tokens, [12], (1, 3, 5))
+    batch = PackedBatch(("row",), (12,), tokens, torch.ones(12, dtype=torch.bool), stream.aux((1, 3, 5)), stream.last)
+    before = draft.fc.weight.clone()
+    trainer.train(batch)
+    assert torch.equal(draft.lm_head.weight, target.head_weight[:40]) and not torch.equal(draft.fc.weight, before)
+    assert not any("lm_head" in name for name in trainer.tensors()), "a resume point need not hold what never changes"
+    assert torch.equal(trainer.averaged().lm_head.weight, draft.lm_head.weight)

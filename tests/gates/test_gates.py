@@ -124,7 +124,7 @@ def test_a_load_without_a_policy_measurement_fails(judge: Judge) -> None:
 
 
 def test_a_policy_that_noise_makes_look_slow_is_not_refused(judge: Judge) -> None:
-    noisy = ratio(1, ratio=0.88, low=0.76, high=0.96)(GATES["deployment"][1])
+    noisy = ratio(1, ratio=0.88, low=0.76, high=1.02)(GATES["deployment"][1])
     table = next(t for t in deployment.tables(noisy, PARAMS) if t.name == "policy")
     assert all(c.success for c in judge.checks(table))
 
