@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from stages.capture.code import code_digest
-from stages.capture.rows import FolderPlan, plan_folders, read_rows
+from stages.capture.dialects import layer_ids
+from stages.capture.rows import FolderPlan, Row, plan_folders, read_rows
+from stages.capture.served import capture_served
 from stages.capture.spill import capture_rows
 from stages.capture.store import folder_bytes, write_folder
 from stages.capture.work import WorkCache
@@ -34,11 +37,10 @@ from stages.contracts.params import Params, load_params
 from stages.contracts.points import check_points
 from stages.contracts.progress import progress
 from stages.contracts.report import demand
+from stages.engines.sglang import DIALECT, VERSION, Launch, serve
 from stages.targets import identify_target, load_target, locate_target
 
-if TYPE_CHECKING:
-    from stages.targets._decoder import Decoder
-
+Compute = Callable[[Sequence[Row]], Iterator[Tensor]]
 _SPARE_BYTES = 64 << 20  # configs, parquet and file system overhead beside the states
 
 
@@ -70,11 +72,12 @@ def capture_spec(params: Params, target: TargetIdentity) -> CaptureSpec:
     """All that decides the bytes of a stored state, beside the row."""
     return CaptureSpec(
         weights_digest=target.weights_digest,
-        code_digest=code_digest(target.model_type),
+        code_digest=code_digest(target.model_type, engine=params.capture.engine),
         points=check_points(params.capture.points, target.layers),
         layers=target.layers,
         hidden_size=target.hidden_size,
         compute_dtype=params.target.dtype,
+        engine=f"sglang {VERSION}" if params.capture.engine == "sglang" else "in_process",
     )
 
 
@@ -112,13 +115,38 @@ def demand_room(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> 
     return tokens
 
 
-def finish_folders(
-    target: Decoder | None, plans: Sequence[FolderPlan], cache: WorkCache, tokens_per_batch: int, tokens: int
-) -> None:
+@contextmanager
+def capturing(
+    params: Params, folder: Path, plans: Sequence[FolderPlan], cache: WorkCache
+) -> Generator[Compute, None, None]:
+    """What puts rows through the target: here, or by a server that is ended afterwards; see capture/served.py."""
+    told, points = params.capture, cache.capture.points
+    target = load_target(folder, params.target.device, params.target.dtype).pack()
+    if told.engine == "in_process":
+        yield lambda rows: capture_rows(target, rows, points, told.tokens_per_batch)
+        return
+    config = json.loads((folder / "config.json").read_text())
+    launch = Launch(
+        target=folder,
+        device=params.target.device,
+        dtype=params.target.dtype,
+        threads=params.target.threads,
+        concurrency=params.serve.concurrency,
+        positions=1 + max(len(row) for plan in plans for row in plan.rows),  # SGLang decodes at least one token
+        capture_ids=layer_ids(points, DIALECT, config["model_type"]),
+    )
+    with serve(launch, params.serve.sglang, label="capture") as server:
+        yield lambda rows: capture_served(
+            target, rows, points, told.tokens_per_batch, lambda ids: server.states(ids)[0], launch.concurrency
+        )
+
+
+def finish_folders(compute: Compute | None, plans: Sequence[FolderPlan], cache: WorkCache, tokens: int) -> None:
     """Make what the work cache lacks, folder by folder; each is whole when it appears there.
 
     Args:
-        target: None when every row stands somewhere in the cache, and folders are only put together anew.
+        compute: gives the states of rows, in order; None when every row stands somewhere in the cache, and folders are only
+            put together anew.
         tokens: how many go through the target, for the bar.
     """
     started, done = time.monotonic(), 0
@@ -134,8 +162,8 @@ def finish_folders(
         for plan in plans:
             if not cache.has(plan.row_ids):
                 computed: Iterator[Tensor] = iter(())
-                if (missing := cache.missing(plan)) and target is not None:
-                    computed = capture_rows(target, missing, cache.capture.points, tokens_per_batch)
+                if (missing := cache.missing(plan)) and compute is not None:
+                    computed = compute(missing)
                 states = cache.states(plan, counted(computed))
                 cache.note(write_folder(cache.path(plan.row_ids), plan, cache.capture, states))
 
@@ -182,8 +210,8 @@ def main() -> None:
     plans = list(plan_folders(read_rows(prepared), params.capture.rows_per_folder))
     cache = WorkCache(capture_spec(params, prepared.target), WORK)
     tokens = demand_room(plans, cache, HIDDEN_STATES)
-    target = load_target(folder, params.target.device, params.target.dtype).pack() if tokens else None
-    finish_folders(target, plans, cache, params.capture.tokens_per_batch, tokens)
+    with capturing(params, folder, plans, cache) if tokens else nullcontext() as compute:
+        finish_folders(compute, plans, cache, tokens)
     folders = link_folders(plans, cache, HIDDEN_STATES)
     cache.drop_superseded(plans)
     describe(prepared, cache.capture, folders).write(CAPTURE_MANIFEST)
