@@ -62,7 +62,7 @@ def test_the_command_says_all_that_params_and_record_say(tmp_path: Path) -> None
     assert "--host 127.0.0.1 --port 30001" in line
     for part in (
         "--model-path /target", "--device cpu", "--dtype float32", "--attention-backend intel_amx", "--context-length 1024",
-        "--max-total-tokens 16384", "--max-running-requests 8", "--disable-radix-cache", "--enable-return-hidden-states",
+        "--max-total-tokens 8192", "--max-running-requests 8", "--disable-radix-cache", "--enable-return-hidden-states",
         "--speculative-algorithm EAGLE3", f"--speculative-draft-model-path {Path('models/draft').resolve()}",
         "--speculative-num-steps 3", "--speculative-eagle-topk 1", "--speculative-num-draft-tokens 4",
     ):  # fmt: skip
