@@ -1,6 +1,6 @@
 """SGLang as the engine: a server of its own, started from params and the draft's record, or one that runs already.
 
-Parts: _sglang_launch.py (the command, and what is checked before anything starts), _sglang_process.py (a process group that cannot
+Parts: _sglang_launch.py (the command), _sglang_checks.py (what is checked before anything starts), _sglang_process.py (a process group that cannot
 outlive us), _sglang_http.py (talking to it), _sglang_answers.py (its counts in this project's terms). Everything is for
 version 0.5.23: a newer server numbers layers and counts as it likes.
 """
@@ -23,16 +23,9 @@ from stages.contracts.errors import EngineError
 from stages.contracts.params import SGLang
 from stages.engines._requests import Answer, Request
 from stages.engines._sglang_answers import Mark, accepted_counts, mark_of, rows_of
+from stages.engines._sglang_checks import DraftFacts, check_launch, differing, unmet
 from stages.engines._sglang_http import Client
-from stages.engines._sglang_launch import (
-    DraftFacts,
-    Launch,
-    check_launch,
-    command,
-    differing,
-    environment,
-    unmet,
-)
+from stages.engines._sglang_launch import Launch, command, environment
 from stages.engines._sglang_process import ServerProcess
 
 __all__ = ["DIALECT", "NAME", "VERSION", "Answer", "DraftFacts", "Launch", "Request", "Server", "demand_alike", "serve"]

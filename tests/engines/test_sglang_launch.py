@@ -11,16 +11,8 @@ import yaml
 
 from stages.contracts.errors import EngineError
 from stages.contracts.params import SGLang
-from stages.engines._sglang_launch import (
-    DraftFacts,
-    Launch,
-    arguments,
-    check_launch,
-    command,
-    differing,
-    environment,
-    unmet,
-)
+from stages.engines._sglang_checks import DraftFacts, check_launch, differing, unmet
+from stages.engines._sglang_launch import Launch, arguments, command, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAFT = DraftFacts(
@@ -157,6 +149,16 @@ def test_a_setting_that_did_not_take_is_named() -> None:
         "context_length: 1024 was asked for, and the server reports no such setting",
         "attention_backend: 'intel_amx' was asked for, 'torch_native' is in effect",
         "speculative_algorithm: 'EAGLE3' was asked for, None is in effect",
+    ]
+
+
+def test_cuda_graphs_switched_off_are_looked_for_where_the_server_reports_them() -> None:
+    asked = launch(device="cuda", dtype="bfloat16").expected(told(cuda_graphs=False))
+    parts = {name: value for name, value in asked.items() if "graph" in name}
+    assert parts == {"cuda_graph_config.decode.backend": "disabled", "cuda_graph_config.prefill.backend": "disabled"}
+    effective = {"cuda_graph_config": {"decode": {"backend": "full"}, "prefill": {"backend": "disabled"}}}
+    assert unmet(parts, effective) == [
+        "cuda_graph_config.decode.backend: 'disabled' was asked for, 'full' is in effect"
     ]
 
 
