@@ -21,20 +21,21 @@ from stages.contracts.progress import progress
 _GRACE_S = 10.0
 _POLL_S = 0.25
 _TAIL_LINES = 12
-# Signals reach the whole group, so the shell and its watcher ignore TERM once the server, which must not, has been started.
+# TERM goes to the server alone, which ends its own helpers: were they asked too, it would take that for a crash.
 _GUARD = f"""
 exec 3<&0 0</dev/null
 "$@" 3<&- &
 server=$!
-trap '' TERM INT
+trap 'kill -TERM $server 2>/dev/null' TERM
+trap '' INT
 (
   read -r _ <&3
-  kill -TERM 0
+  kill -TERM $server 2>/dev/null
   for _ in $(seq {_GRACE_S * 5:.0f}); do kill -0 $server 2>/dev/null || break; sleep 0.2; done
   kill -KILL 0
 ) &
 exec 3<&-
-wait $server
+while kill -0 $server 2>/dev/null; do wait $server; done
 """
 
 
@@ -86,22 +87,18 @@ class ServerProcess:
 
     def end(self) -> None:
         """End the whole group: asked first, killed after some seconds' grace. May be called again."""
-        self._signal(signal.SIGTERM)
+        if self.running:
+            self._shell.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):  # what does not end when asked is killed below
             self._shell.wait(_GRACE_S)
         deadline = time.monotonic() + _GRACE_S
         while members(self.group) and time.monotonic() < deadline:
-            self._signal(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.group, signal.SIGKILL)
             time.sleep(0.05)
         self._shell.wait()
         if self._shell.stdin is not None:
             self._shell.stdin.close()
-
-    def _signal(self, sign: signal.Signals) -> None:
-        try:
-            os.killpg(self.group, sign)
-        except ProcessLookupError:
-            return
 
     def _failed(self, what: str, expected: str, got: str) -> EngineError:
         return EngineError(
