@@ -1,8 +1,8 @@
 """What a server reports of an answer, in this project's terms.
 
-It counts verifications, and in a histogram the drafted tokens each accepted, cumulative in every event of the stream. Two things
-differ from our convention: the histogram has no order, which the events give back, and its last verification may have accepted
-tokens behind the answer's end, which are no part of the answer.
+With an answer's last event it counts verifications, and in a histogram the drafted tokens each accepted. Two things differ from
+our convention: the histogram has no order, which the lengths of the events give back, and its last verification may have
+accepted tokens behind the answer's end, which are no part of the answer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from stages.contracts.errors import EngineError
@@ -19,7 +20,7 @@ _HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")  # names
 
 @dataclass(frozen=True)
 class Mark:
-    """One event of the stream: answer tokens and verifications so far, and verifications by accepted drafted tokens."""
+    """One event of the stream: answer tokens so far; with the last event, verifications, and those by accepted drafted tokens."""
 
     tokens: int
     verifications: int
@@ -35,24 +36,20 @@ def mark_of(meta: Mapping[str, Any]) -> Mark:
 def accepted_counts(marks: Sequence[Mark], prompt_id: str) -> tuple[int, ...]:
     """Of every verification of an answer, in turn, the drafted tokens that it kept in the answer.
 
-    Verifications that one event reports together are told in ascending order. An answer of n tokens has n-1 behind the first,
-    which comes from the prompt's pass; what the server accepted beyond them stood behind the end of turn or the limit.
+    An event comes with each verification, and its tokens are those accepted and one more. Where events came together the order
+    is lost, and the counts are told in ascending order. An answer of n tokens has n-1 behind the first, which comes from the
+    prompt's pass; what the server accepted beyond them stood behind the end of turn or the limit.
 
     Raises:
         EngineError: the server's own counts contradict each other.
     """
-    accepted: list[int] = []
-    before: Counter[int] = Counter()
-    for mark in marks:
-        now = Counter({kept: times for kept, times in enumerate(mark.histogram) if times})
-        accepted += sorted((now - before).elements())
-        before = now
     last = marks[-1] if marks else Mark(0, 0, ())
-    if not accepted and last.tokens <= 1 and not last.verifications:
+    counted = Counter({kept: times for kept, times in enumerate(last.histogram) if times})
+    if not counted and last.tokens <= 1 and not last.verifications:
         return ()
-    *earlier, kept = accepted or [0]
+    *earlier, kept = _in_order(marks, counted) or [*sorted(counted.elements()), 0][: max(1, counted.total())]
     taken = last.tokens - 1 - sum(earlier) - len(earlier)  # what the last verification put into the answer
-    if len(accepted) != last.verifications or not 1 <= taken <= kept + 1:
+    if counted.total() != last.verifications or not 1 <= taken <= kept + 1:
         raise EngineError(
             "The server's counts of an answer contradict each other",
             where=f"prompt {prompt_id}",
@@ -61,6 +58,16 @@ def accepted_counts(marks: Sequence[Mark], prompt_id: str) -> tuple[int, ...]:
             do="serve one draft length: with adaptive drafting or trees SGLang's counts have another meaning",
         )
     return (*earlier, min(kept, taken))
+
+
+def _in_order(marks: Sequence[Mark], counted: Counter[int]) -> list[int]:
+    """The histogram's entries in the order of the events; empty when the events do not tell it."""
+    brought = [after.tokens - before.tokens for before, after in pairwise(marks) if after.tokens > before.tokens]
+    earlier = [tokens - 1 for tokens in brought[:-1]]
+    rest = list((counted - Counter(earlier)).elements())
+    if len(brought) != counted.total() or marks[0].tokens != 1 or len(rest) != 1:
+        return []
+    return [*earlier, *rest]
 
 
 def rows_of(hidden: Sequence[Any]) -> tuple[list[list[float]], list[list[float]]]:

@@ -37,6 +37,7 @@ class Launch:
             "context_length": told.context_tokens,
             "max_running_requests": self.concurrency,
             "disable_radix_cache": True,  # a cached prefix has no states to hand out, and would make one arm faster
+            "stream_interval": 1,  # an event for each verification: its order is in no other report
             "tp_size": told.tensor_parallel,
             "dp_size": told.data_parallel,
             "attn_dp_size": told.attention_data_parallel,
@@ -134,4 +135,5 @@ def environment(device: str, threads: int) -> dict[str, str]:
     env.pop("PYTHONPATH", None)  # that of the line's own environment
     if device == "cpu":
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        env["TORCH_COMPILE_DISABLE"] = "1"  # it would need a C++ compiler, and longer to start than it saves
     return env

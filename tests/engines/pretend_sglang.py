@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         for end in [1, *range(1 + step, len(ids) + step, step)][: None if len(ids) > 1 else 1]:
             done, verified = min(end, len(ids)), verified + (step == 3 and end > 1)
             meta: dict[str, Any] = {"completion_tokens": done, "finish_reason": None}
-            if verified and not self.misdeeds.get("inert"):
+            if done == len(ids) and verified and not self.misdeeds.get("inert"):
                 meta |= {"spec_verify_ct": verified, "spec_correct_drafts_histogram": [0, 0, verified]}
             if done == len(ids):
                 meta["finish_reason"] = {"type": self.misdeeds.get("finish", "length")}

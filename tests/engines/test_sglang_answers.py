@@ -8,14 +8,22 @@ from stages.contracts.errors import EngineError
 from stages.engines._sglang_answers import Mark, accepted_counts, mark_of, rows_of
 
 
-def test_events_give_the_histogram_its_order_back() -> None:
-    marks = [Mark(1, 0, ()), Mark(4, 1, (0, 0, 1)), Mark(5, 2, (1, 0, 1)), Mark(7, 3, (1, 1, 1))]
-    assert accepted_counts(marks, "p") == (2, 0, 1)
+def marks(*tokens: int, histogram: tuple[int, ...]) -> list[Mark]:
+    """An event for each number of tokens so far; the last one has the counts."""
+    return [*(Mark(n, 0, ()) for n in tokens[:-1]), Mark(tokens[-1], sum(histogram), histogram)]
 
 
-def test_events_that_came_together_lose_only_the_order_within() -> None:
-    marks = [Mark(1, 0, ()), Mark(5, 2, (1, 0, 1)), Mark(7, 3, (1, 1, 1))]
-    assert accepted_counts(marks, "p") == (0, 2, 1)
+def test_the_lengths_of_events_give_the_histogram_its_order_back() -> None:
+    assert accepted_counts(marks(1, 4, 5, 7, histogram=(1, 1, 1)), "p") == (2, 0, 1)
+
+
+def test_events_that_came_together_lose_the_order_and_nothing_else() -> None:
+    assert accepted_counts(marks(1, 5, 7, histogram=(1, 1, 1)), "p") == (0, 1, 2)
+    assert accepted_counts(marks(7, histogram=(1, 1, 1)), "p") == (0, 1, 2)
+
+
+def test_in_order_the_last_verification_is_the_one_that_is_cut() -> None:
+    assert accepted_counts(marks(1, 5, 6, 7, histogram=(1, 0, 1, 1)), "p") == (3, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def other(x): ...
 class Kernel(KernelInterface): ...
 
 assert not isinstance(kernel, JITFunction) and issubclass(OutOfResources, Exception)
+assert "cpu" not in triton.backends.backends
 assert triton.cdiv(7, 2) == 4 and triton.next_power_of_2(9) == 16 and tl.constexpr(3).value == 3
 assert tl.float32 is tl.float32 and {tl.float32: 1} and not hasattr(triton, "__missing__")
 try:

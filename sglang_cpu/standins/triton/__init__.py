@@ -33,6 +33,10 @@ class Inert(ModuleType):
     def __bool__(self) -> bool:
         return False
 
+    def __contains__(self, item: object) -> bool:
+        """Nothing is in it: so torch finds that no device has triton."""
+        return False
+
 
 class _Finder:
     """Answers `import triton.whatever`."""
