@@ -2,7 +2,7 @@
 
     releases/<12 hex digits of the record's digest>/  release.json, draft/, policy.json, evidence/, gates/, index.html
     releases/current.json                             {"release": "<that name>"}; what a server loads
-    releases/ledger.jsonl                             who became current when; append-only, the only file with times
+    releases/ledger.jsonl                             who became current when (flows/ledger.py)
 
 A release is named by its record, not by its draft alone: the same draft measured again may carry another policy. Its
 files are copies: the draft in models/ shares its bytes with DVC's cache, and a release must not share their fate.
@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
-import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from flows.ledger import append as _append
+from flows.ledger import entries as ledger
+from flows.ledger import promoted, rolled_back
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, LineError, Refusal, run
 from stages.contracts.evidence import POLICY, SERVE_EVIDENCE, ServeEvidence, ServingPolicy
@@ -140,7 +140,7 @@ def promote(root: Path = Path(), even_if_rolled_back: bool = False) -> Release:
     """
     with _locked(root):
         record = record_of(root)
-        if not even_if_rolled_back and record.draft_digest in _rolled_back(root):
+        if not even_if_rolled_back and record.draft_digest in rolled_back(root):
             raise Refusal(
                 "This draft was rolled back",
                 where=str(root / RELEASES / "ledger.jsonl"),
@@ -177,11 +177,11 @@ def rollback(root: Path = Path()) -> Release:
 
     Raises:
         Refusal: there is none before it.
-        DataError: its folder is missing or damaged; the pointer stays.
+        DataError: its folder is missing or damaged, or the ledger contradicts itself; the pointer stays.
     """
     with _locked(root):
         _settle(root)
-        past = _promoted(root)
+        past = promoted(root)
         if len(past) < 2:
             raise Refusal(
                 "There is no release to roll back to",
@@ -209,7 +209,7 @@ def _settle(root: Path) -> None:
     """Write down a pointer that moved without an entry: its writer was killed between the two."""
     name, entries = current(root), ledger(root)
     if name is not None and (not entries or entries[-1]["release"] != name):
-        past = _promoted(root)
+        past = promoted(root)
         action = "rollback" if len(past) > 1 and past[-2] == name else "promote"
         _append(
             root,
@@ -223,75 +223,11 @@ def _settle(root: Path) -> None:
         )
 
 
-def ledger(root: Path = Path()) -> list[dict[str, object]]:
-    """All entries, oldest first; a last line without its newline was cut off by a crash and does not count.
-
-    Raises:
-        DataError: a whole line is no entry.
-    """
-    path = root / RELEASES / "ledger.jsonl"
-    data = path.read_bytes() if path.exists() else b""
-    return [_entry(path, number, line) for number, line in enumerate(data.split(b"\n")[:-1], start=1)]
-
-
-def _entry(path: Path, number: int, line: bytes) -> dict[str, object]:
-    try:
-        entry: Any = json.loads(line)
-    except ValueError:  # bytes that are no UTF-8, or no JSON
-        entry = {}
-    words = ("at", "action", "release", "draft")
-    good = isinstance(entry, dict) and all(isinstance(entry.get(w), str) for w in words)
-    if not good or entry["action"] not in ("promote", "rollback"):
-        raise DataError(
-            "A line of the ledger is no entry",
-            where=f"{path}: line {number}",
-            expected='one JSON object with "at", "action" (promote or rollback), "release", "before" and "draft"',
-            got=line[:200].decode(errors="replace"),
-            do="mend this line from a backup or from releases/*/release.json; rollback walks back through these lines",
-        )
-    return entry
-
-
-def _append(root: Path, entry: dict[str, object]) -> None:
-    path = root / RELEASES / "ledger.jsonl"
-    timed = {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **entry}
-    with path.open("ab+") as file:
-        file.seek(0)
-        whole = file.read()
-        file.truncate(whole.rfind(b"\n") + 1)
-        file.write(json.dumps(timed).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _promoted(root: Path) -> list[str]:
-    """The releases a rollback walks back through, oldest first, the current one last."""
-    names: list[str] = []
-    for entry in ledger(root):
-        if entry["action"] == "rollback":
-            names.pop()
-        else:
-            names.append(str(entry["release"]))
-    return names
-
-
 def _draft(root: Path) -> str:
     """Digest of the current release's draft."""
     record = current_record(root)
     assert record is not None, "asked once the pointer stands"
     return record.draft_digest
-
-
-def _rolled_back(root: Path) -> set[str]:
-    """Digests of the drafts that were taken out of service and not brought back since."""
-    drafts: set[str] = set()
-    draft_of: dict[object, str] = {}
-    for entry in ledger(root):
-        draft_of[entry["release"]] = str(entry["draft"])
-        if entry["action"] == "rollback":
-            drafts.add(draft_of[entry["before"]])
-        drafts.discard(str(entry["draft"]))
-    return drafts
 
 
 def release_markdown(release: Release) -> str:

@@ -1,47 +1,57 @@
-"""extract: the target's residual stream at three points and the last state, for every prepared row."""
+"""extract: the target's residual stream at three points and the last state, for every prepared row.
+
+The target runs over the rows, or states of another tool are adopted (capture.adopt): then only rows it lacks run.
+"""
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache as cache_once
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from stages.bridges.identity import bridge_digest, fingerprint
+from stages.bridges.stores import open_store
+from stages.capture.adopted import Adoption
+from stages.capture.claims import adopted_spec, demand_claim
 from stages.capture.code import code_digest
 from stages.capture.dialects import layer_ids
+from stages.capture.finishing import finish_folders, link_folders
+from stages.capture.forecast import Forecast, device_name, forecast, remember_rate, remembered_rate, sample_rate
 from stages.capture.rows import FolderPlan, Row, plan_folders, read_rows
 from stages.capture.served import capture_served
 from stages.capture.spill import capture_rows
-from stages.capture.store import folder_bytes, write_folder
+from stages.capture.verify import describe_store
 from stages.capture.work import WorkCache
+from stages.contracts.adoption import ADOPTION
+from stages.contracts.damage import Damage
 from stages.contracts.errors import ParamsError, Refusal, run
 from stages.contracts.manifest import (
     CAPTURE_MANIFEST,
     HIDDEN_STATES,
     PREPARED_MANIFEST,
     WORK,
-    CapturedFolder,
-    CaptureManifest,
     CaptureSpec,
-    FolderConfig,
     PreparedManifest,
+    StoredForm,
     TargetIdentity,
 )
 from stages.contracts.params import Params, load_params
 from stages.contracts.points import check_points
 from stages.contracts.progress import progress
 from stages.contracts.report import demand
-from stages.engines.sglang import DIALECT, VERSION, Launch, serve
+from stages.engines.sglang import DIALECT, VERSION, Launch, Server, serve
 from stages.targets import identify_target, load_target, locate_target
 
-Compute = Callable[[Sequence[Row]], Iterator[Tensor]]
-_SPARE_BYTES = 64 << 20  # configs, parquet and file system overhead beside the states
+if TYPE_CHECKING:
+    from stages.targets._decoder import Decoder
+
+_WORTH_REMEMBERING_S = 10.0  # a shorter run's rate is mostly its start
 
 
 def demand_target(found: TargetIdentity, prepared: TargetIdentity, params: Params) -> None:
@@ -78,126 +88,95 @@ def capture_spec(params: Params, target: TargetIdentity) -> CaptureSpec:
         hidden_size=target.hidden_size,
         compute_dtype=params.target.dtype,
         engine=f"sglang {VERSION}" if params.capture.engine == "sglang" else "in_process",
+        form=StoredForm(
+            tokens=params.capture.store_tokens, last=params.capture.store_last, aux_dtype=params.capture.store_aux
+        ),
     )
 
 
-def demand_room(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> int:
-    """Print what is going to happen, and return the tokens that go through the target.
+def demand_apart(store: Path) -> None:
+    """Raises ParamsError when the store and data/hidden_states hold each other: what is strange there is removed."""
+    here, there = HIDDEN_STATES.resolve(), store.resolve()
+    if here.is_relative_to(there) or there.is_relative_to(here):
+        raise ParamsError(
+            "The store to adopt stands where extract writes",
+            where="params.yaml: capture.adopt",
+            expected=f"a folder beside {HIDDEN_STATES}, whose content is replaced by what is extracted",
+            got=str(store),
+            do=f"move the store, for example to data/theirs, and name it there; until then nothing in {HIDDEN_STATES} is touched",
+        )
+
+
+def open_adoption(params: Params, spec: CaptureSpec, model_type: str, plans: Sequence[FolderPlan]) -> Adoption | None:
+    """The store that capture.adopt names, matched with the prepared rows; None where none is named.
+
+    Raises:
+        LineError: no store, other points or norm than are needed, nothing that says which, or rows that it lacks.
+    """
+    capture = params.capture
+    if capture.adopt is None:
+        return None
+    demand_apart(Path(capture.adopt))
+    store = open_store(Path(capture.adopt))
+    claim = demand_claim(store, spec, model_type, capture.adopt_layer_ids, capture.adopt_last_state)
+    mark, extract_lacking = fingerprint(store), capture.adopt_lacking == "extract"
+    adopted = adopted_spec(spec, store.kind, mark, bridge_digest(), extract_lacking=extract_lacking)
+    adoption = Adoption(store, [row for plan in plans for row in plan.rows], claim, adopted, mark)
+    tell(adoption.words())
+    if not extract_lacking:
+        adoption.demand_all()
+    return adoption
+
+
+def look_ahead(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> Forecast:
+    """Check the finished folders, tell what was found damaged and what is going to happen.
 
     Raises:
         Refusal: the disk cannot hold what is to be written.
     """
-    spec = cache.capture
-    new = [plan for plan in plans if not cache.has(plan.row_ids)]
-    todo = [row for plan in plans for row in cache.missing(plan)]
-    sizes = [folder_bytes(len(p.rows), p.tokens, len(spec.points) + 1, spec.hidden_size) for p in plans]
-    need = sum(size for plan, size in zip(plans, sizes, strict=True) if not cache.has(plan.row_ids))
-    output.mkdir(parents=True, exist_ok=True)
-    if output.stat().st_dev != cache.root.stat().st_dev:
-        need += sum(sizes)  # no hard link from one file system to another: the folders are copied
-    free = shutil.disk_usage(cache.root).free
-    rows, tokens = sum(len(p.rows) for p in plans), sum(len(row) for row in todo)
-    print(
-        f"extract: {rows} rows, {sum(p.tokens for p in plans)} tokens, {sum(sizes) / 1e9:.2f} GB in {len(plans)} folders; "
-        f"{len(plans) - len(new)} folders stand in the work cache, {len(todo)} rows ({tokens} tokens) go through the target; "
-        f"{need / 1e9:.2f} GB to write, {free / 1e9:.1f} GB free",
-        file=sys.stderr,
-        flush=True,
-    )
-    if need + _SPARE_BYTES > free:
-        raise Refusal(
-            "The hidden states do not fit on this disk",
-            where=str(cache.root),
-            expected=f"{(need + _SPARE_BYTES) / 1e9:.2f} GB free",
-            got=f"{free / 1e9:.2f} GB",
-            do="free some, lower prepare.sources' limits, or move .cache and data to a larger disk",
-        )
-    return tokens
+    cache.take_in(output)
+    with progress(max(cache.bytes_to_check(plans), 1), "extract: finished folders checked", "bytes") as advance:
+        cache.heal(plans, advance)
+    tell_damage(cache.damages, cache.quarantine)
+    told = forecast(plans, cache, output)
+    tell(told.words())
+    told.demand_room()
+    return told
 
 
-@contextmanager
-def capturing(
-    params: Params, folder: Path, plans: Sequence[FolderPlan], cache: WorkCache
-) -> Generator[Compute, None, None]:
-    """What puts rows through the target: here, or by a server that is ended afterwards; see capture/served.py."""
-    told, points = params.capture, cache.capture.points
-    target = load_target(folder, params.target.device, params.target.dtype).pack()
-    if told.engine == "in_process":
-        yield lambda rows: capture_rows(target, rows, points, told.tokens_per_batch)
-        return
-    config = json.loads((folder / "config.json").read_text())
-    launch = Launch(
+def launch_capture(params: Params, folder: Path, model_type: str, longest: int) -> Launch:
+    """A server that hands out states at the points, in its own numbering, with no draft; rows of at most `longest` tokens."""
+    return Launch(
         target=folder,
         device=params.target.device,
         dtype=params.target.dtype,
         threads=params.target.threads,
         concurrency=params.serve.concurrency,
-        positions=1 + max(len(row) for plan in plans for row in plan.rows),  # SGLang decodes at least one token
-        capture_ids=layer_ids(points, DIALECT, config["model_type"]),
+        positions=longest + 1,  # SGLang decodes at least one token
+        capture_ids=layer_ids(params.capture.points, DIALECT, model_type),
     )
-    with serve(launch, params.serve.sglang, label="capture") as server:
-        yield lambda rows: capture_served(
-            target, rows, points, told.tokens_per_batch, lambda ids: server.states(ids)[0], launch.concurrency
-        )
 
 
-def finish_folders(compute: Compute | None, plans: Sequence[FolderPlan], cache: WorkCache, tokens: int) -> None:
-    """Make what the work cache lacks, folder by folder; each is whole when it appears there.
-
-    Args:
-        compute: gives the states of rows, in order; None when every row stands somewhere in the cache, and folders are only
-            put together anew.
-        tokens: how many go through the target, for the bar.
-    """
-    started, done = time.monotonic(), 0
-    with progress(max(tokens, 1), "extract", "tokens") as advance:
-
-        def counted(states: Iterator[Tensor]) -> Iterator[Tensor]:
-            nonlocal done
-            for state in states:
-                done += len(state)
-                advance(len(state), f"{done / (time.monotonic() - started):.0f} tokens/s")
-                yield state
-
-        for plan in plans:
-            if not cache.has(plan.row_ids):
-                computed: Iterator[Tensor] = iter(())
-                if (missing := cache.missing(plan)) and compute is not None:
-                    computed = compute(missing)
-                states = cache.states(plan, counted(computed))
-                cache.note(write_folder(cache.path(plan.row_ids), plan, cache.capture, states))
+def tell(words: str) -> None:
+    print(f"extract: {words}", file=sys.stderr, flush=True)
 
 
-def link_folders(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> list[FolderConfig]:
-    """Put every planned folder below `output` and remove what else is there; the manifest is not written yet."""
-    (output / CAPTURE_MANIFEST.name).unlink(missing_ok=True)
-    names = {plan.name for plan in plans}
-    for strange in output.iterdir():
-        if strange.name not in names:
-            shutil.rmtree(strange) if strange.is_dir() else strange.unlink()
-    return [cache.link(plan, output) for plan in plans]
+def tell_damage(damages: Sequence[Damage], kept_in: Path) -> None:
+    """A line a damaged place; what was found stays in quarantine."""
+    for damage in damages:
+        tell(f"damaged: {damage.where}: {damage.what} (expected {damage.expected}, got {damage.got})")
+    if damages:
+        tell(f"{len(damages)} damaged places; their bytes are kept in {kept_in}, the reason beside them")
 
 
-def describe(prepared: PreparedManifest, capture: CaptureSpec, folders: Sequence[FolderConfig]) -> CaptureManifest:
-    return CaptureManifest(
-        prepared_digest=prepared.digest(),
-        capture=capture,
-        slots=(*(f"point {p}" for p in capture.points), f"point {capture.layers}, before the final norm"),
-        folders=tuple(
-            CapturedFolder(
-                name=f.name,
-                source=f.source,
-                start=f.start,
-                end=f.end,
-                tokens=f.tokens,
-                config_digest=f.digest(),
-                rows_digest=f.rows_digest,
-            )
-            for f in folders
-        ),
-        rows=sum(len(f.row_ids) for f in folders),
-        tokens=sum(f.tokens for f in folders),
-    )
+def tell_hours(target: Decoder, told: Forecast, cache: WorkCache, params: Params) -> None:
+    """Hours at the rate that this machine had last, else at that of a short sample."""
+    rate, source = remembered_rate(cache.root, device_name(params.target.device)), "as measured here before"
+    if rate is None:
+        rate = sample_rate(target, told, cache.capture.points, params.capture.tokens_per_batch)
+        source = "measured on the first rows"
+    if rate:
+        tell(told.hours(rate, source))
 
 
 def main() -> None:
@@ -208,13 +187,46 @@ def main() -> None:
     folder = locate_target(params.target.origin)
     demand_target(identify_target(folder, params.target.name), prepared.target, params)
     plans = list(plan_folders(read_rows(prepared), params.capture.rows_per_folder))
-    cache = WorkCache(capture_spec(params, prepared.target), WORK)
-    tokens = demand_room(plans, cache, HIDDEN_STATES)
-    with capturing(params, folder, plans, cache) if tokens else nullcontext() as compute:
-        finish_folders(compute, plans, cache, tokens)
+    spec = capture_spec(params, prepared.target)
+    adoption = open_adoption(params, spec, prepared.target.model_type, plans)
+    cache = WorkCache(adoption.spec if adoption else spec, WORK)
+    told = look_ahead(plans, cache, HIDDEN_STATES)
+
+    @cache_once
+    def target() -> Decoder:
+        return load_target(folder, params.target.device, params.target.dtype).pack()
+
+    @cache_once
+    def server() -> Server:
+        longest = max(len(row) for plan in plans for row in plan.rows)
+        launch = launch_capture(params, folder, prepared.target.model_type, longest)
+        return opened.enter_context(serve(launch, params.serve.sglang, label="capture"))
+
+    def through_target(rows: list[Row]) -> Iterator[Tensor]:
+        if not rows:
+            return iter(())
+        how = (target(), rows, spec.points, params.capture.tokens_per_batch)
+        if here:
+            return capture_rows(*how)
+        return capture_served(*how, lambda ids: server().states(ids)[0], params.serve.concurrency)
+
+    def states_of(rows: list[Row]) -> Iterator[Tensor]:
+        return adoption.states(rows, through_target) if adoption else through_target(rows)
+
+    here = params.capture.engine == "in_process"
+    if told.todo and not adoption and here:
+        tell_hours(target(), told, cache, params)
+    with ExitStack() as opened:
+        took = finish_folders(states_of, plans, cache, params.capture.tokens_per_batch, told.todo_tokens)
+    if took > _WORTH_REMEMBERING_S and told.todo and not adoption and here:
+        remember_rate(cache.root, device_name(params.target.device), told.todo_tokens / took)
+    known = len(cache.damages)
     folders = link_folders(plans, cache, HIDDEN_STATES)
+    tell_damage(cache.damages[known:], cache.quarantine)
+    if adoption:
+        adoption.record.write(ADOPTION)
     cache.drop_superseded(plans)
-    describe(prepared, cache.capture, folders).write(CAPTURE_MANIFEST)
+    describe_store(prepared.digest(), cache.capture, folders).write(CAPTURE_MANIFEST)
 
 
 if __name__ == "__main__":

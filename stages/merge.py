@@ -14,9 +14,11 @@ from safetensors.numpy import save
 
 from stages.capture.rows import Row, read_rows
 from stages.capture.store import RowStore
+from stages.capture.verify import REPAIR, apart, captured_folder, describe_store
 from stages.contracts.errors import DataError, Refusal, run
 from stages.contracts.files import digest, file_digest, whole_folder, write_whole
 from stages.contracts.manifest import (
+    CAPTURE_MANIFEST,
     HIDDEN_STATES,
     MERGED,
     MERGED_MANIFEST,
@@ -55,18 +57,32 @@ def demand_same_rows(capture: CaptureManifest, prepared: PreparedManifest) -> No
 
 
 def open_folders(capture: CaptureManifest, store: RowStore) -> None:
-    """Raises DataError when a folder is damaged in shape, or is not the one the manifest digested."""
+    """Raises DataError when a folder is damaged in shape, or is not the one the manifest speaks of."""
     store.check_spec([folder.name for folder in capture.folders], capture.capture)
     for folder in capture.folders:
-        config = store.folder(folder.name).config
-        if (config.digest(), config.rows_digest) != (folder.config_digest, folder.rows_digest):
+        if (found := captured_folder(store.folder(folder.name).config)) != folder:
+            expected, got = apart(folder, found)
             raise DataError(
                 "A folder is not the one its manifest speaks of",
                 where=str(store.root / folder.name),
-                expected=f"config {folder.config_digest}, rows {folder.rows_digest}",
-                got=f"config {config.digest()}, rows {config.rows_digest}",
-                do="run `dvc checkout data/hidden_states`, or `dvc repro extract`",
+                expected=expected,
+                got=got,
+                do=REPAIR,
             )
+
+
+def demand_description(capture: CaptureManifest, store: RowStore) -> None:
+    """Raises DataError when the manifest says something else of its folders than they are."""
+    configs = [store.folder(folder.name).config for folder in capture.folders]
+    if (fresh := describe_store(capture.prepared_digest, capture.capture, configs)) != capture:
+        expected, got = apart(fresh, capture)
+        raise DataError(
+            "The manifest of the hidden states does not describe its folders",
+            where=str(store.root / CAPTURE_MANIFEST.name),
+            expected=expected,
+            got=got,
+            do=REPAIR,
+        )
 
 
 def place_rows(capture: CaptureManifest, store: RowStore, rows: Sequence[Row]) -> dict[str, tuple[str, int, int, int]]:
@@ -153,7 +169,9 @@ def write_merged(params: Params, prepared: PreparedManifest, capture: CaptureMan
     """Join, choose the vocabulary, write the three files, which replace the folder whole; the manifest last."""
     by_source = read_rows(prepared)
     rows = {row.row_id: row for members in by_source.values() for row in members}
-    index = make_index(prepared, by_source, place_rows(capture, store, list(rows.values())))
+    placed = place_rows(capture, store, list(rows.values()))
+    demand_description(capture, store)
+    index = make_index(prepared, by_source, placed)
     train = count_supervised((rows[r["row_id"]] for r in index if r["split"] == "train"), prepared.target.vocab_size)
     target = locate_target(params.target.origin)
     with whole_folder(MERGED) as aside:

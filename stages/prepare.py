@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +17,12 @@ from stages.contracts.errors import ParamsError, run
 from stages.contracts.files import whole_folder
 from stages.contracts.manifest import PREPARED, TargetIdentity
 from stages.contracts.params import Params, Target, load_params
-from stages.corpus.answers import Generated, OnAnswer, Prompt, answer_all
+from stages.corpus.answers import Generated, OnAnswer, Prompt, answer_all, outcomes
 from stages.corpus.gather import Gathered, gather
 from stages.corpus.prepared import table, write_prepared
+from stages.corpus.ready import ReadyRows
 from stages.corpus.rendering import Renderer
+from stages.corpus.server import ServerAnswers, demand_same_rendering
 from stages.targets import identify_target, load_target, locate_target
 
 ANSWERS = Path(".cache/answers")
@@ -82,13 +88,13 @@ def check_target(folder: Path, target: Target) -> None:
 
 
 def regenerate(
-    params: Params, folder: Path, identity: TargetIdentity, gathered: list[Gathered]
+    params: Params, folder: Path, identity: TargetIdentity, gathered: list[Gathered], renderer: Renderer
 ) -> dict[str, Generated]:
     """Answers by the target itself for every candidate that did not bring its own."""
     p, t = params.prepare, params.target
     prompts = {c.prompt_id: tuple(c.prompt_ids.tolist()) for g in gathered for c in g.candidates if c.given_ids is None}
     settings = {
-        "engine": "in_process",
+        "engine": p.answers.name,
         "weights_digest": identity.weights_digest,
         "tokenizer_digest": identity.tokenizer_digest,
         "template_digest": identity.template_digest,
@@ -97,7 +103,26 @@ def regenerate(
         "temperature": p.temperature,
         "seed": p.seed if p.temperature else 0,
     }
-    answerer = InProcessAnswers(
+    if p.answers.engine == "openai":
+        settings |= {"token_ids": p.answers.token_ids}
+
+        def ask(prompts: Sequence[Prompt], on_answer: OnAnswer) -> None:
+            server_answers(params, folder, renderer)(prompts, on_answer)
+
+        answers = answer_all(prompts, ask, settings, ANSWERS, 1, p.answers.max_failed_share)
+    else:
+        answers = answer_all(prompts, in_process_answers(params, folder), settings, ANSWERS, p.workers)
+    for prompt, answer in answers.items():
+        if answer.finish == "stop" and renderer.only_reasons(prompts[prompt], answer.ids):
+            answers[prompt] = Generated((), "empty", "only reasoning")
+    if counts := {what: n for what, n in outcomes(answers, renderer.end_ids).items() if n}:
+        print("answers:", ", ".join(f"{n} {what}" for what, n in counts.items()), file=sys.stderr)
+    return answers
+
+
+def in_process_answers(params: Params, folder: Path) -> InProcessAnswers:
+    p, t = params.prepare, params.target
+    return InProcessAnswers(
         folder=folder,
         device=t.device,
         dtype=t.dtype,
@@ -108,7 +133,41 @@ def regenerate(
         seed=p.seed,
         threads=t.threads if p.workers == 1 else 1,
     )
-    return answer_all(prompts, answerer, settings, ANSWERS, p.workers)
+
+
+def server_answers(params: Params, folder: Path, renderer: Renderer) -> ServerAnswers:
+    """A server that was seen to render as this line does, as an Answerer.
+
+    Raises:
+        EngineError: it cannot be reached, or renders otherwise.
+    """
+    p, told = params.prepare, params.prepare.answers
+    assert told.base_url is not None and told.model is not None
+    today = p.rendering.model_copy(update={"date": datetime.date.today().isoformat()})  # that is what a server writes
+    probes = Renderer(folder, today).probes()
+    how = demand_same_rendering(told.base_url, told.model, p.rendering.template_arguments, probes)
+    print(f"{told.base_url}: {len(probes)} conversations rendered as here, compared {how}", file=sys.stderr)
+    return ServerAnswers(
+        base_url=told.base_url,
+        model=told.model,
+        concurrency=told.concurrency,
+        timeout_s=told.timeout_s,
+        retries=told.retries,
+        max_new_tokens=p.max_new_tokens,
+        temperature=p.temperature,
+        seed=p.seed,
+        end_ids=renderer.end_ids,
+        end_id=renderer.end_id,
+        may_retokenise=told.token_ids == "retokenise",
+        encode=renderer.encode,
+    )
+
+
+@contextlib.contextmanager
+def _spool(folder: Path) -> Iterator[Path]:
+    """Room for what is read until it is written; it stands within the folder being made, so that no crash leaves it."""
+    yield folder
+    shutil.rmtree(folder)
 
 
 def main() -> None:
@@ -117,13 +176,11 @@ def main() -> None:
     folder = locate_target(params.target.origin)
     check_target(folder, params.target)
     identity = identify_target(folder, params.target.name)
-    renderer = Renderer(folder)
-    gathered, apart = gather(params.prepare, renderer)
-    answers = regenerate(params, folder, identity, gathered)
-    with whole_folder(PREPARED) as aside:
-        manifest = write_prepared(
-            aside, gathered, apart, answers, params.prepare, identity, renderer.end_ids, renderer.text
-        )
+    renderer = Renderer(folder, params.prepare.rendering)
+    with whole_folder(PREPARED) as aside, _spool(aside / "spool") as spool:
+        corpus = gather(params.prepare, renderer, ReadyRows(folder), spool)
+        answers = regenerate(params, folder, identity, corpus.gathered, renderer)
+        manifest = write_prepared(aside, corpus, answers, params.prepare, identity, renderer.end_ids, renderer.text)
     print(table(manifest))
 
 

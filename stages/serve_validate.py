@@ -63,6 +63,14 @@ def demand_same_line(params: Params, record: DraftRecord, merged: MergedManifest
     pairs = (
         ("the draft's weights", str(DRAFT), record.weights_digest, file_digest(DRAFT / "model.safetensors"), "train"),
         ("the target's weights", "target.origin", record.target.weights_digest, target.weights_digest, "prepare"),
+        ("the target's tokenizer", "target.origin", record.target.tokenizer_digest, target.tokenizer_digest, "prepare"),
+        (
+            "the target's chat template",
+            "target.origin",
+            record.target.template_digest,
+            target.template_digest,
+            "prepare",
+        ),
         ("the merged rows", str(MERGED_MANIFEST), record.merged_digest, merged.digest(), "train"),
         ("the prepared rows", str(PREPARED_MANIFEST), merged.prepared_digest, prepared.digest(), "extract"),
     )
@@ -157,8 +165,6 @@ def simulate(served: Served, rows: Sequence[tuple[Prompt, int]], steps: int) -> 
     index = pq.read_table(MERGED / "index.parquet", columns=["row_id", "folder", "row_in_folder"]).to_pylist()
     place = {r["row_id"]: (r["folder"], r["row_in_folder"]) for r in index}
     store, target = RowStore(HIDDEN_STATES), served.target
-    for folder in sorted({place[p.row_id][0] for p, _ in rows}):
-        store.verify(folder)
     draft = served.checkpoint.module(target.embedding).to(target.device).eval()
     target_ids = served.checkpoint.target_ids().to(target.device)
     teacher = Teacher(target.norm, target.head_weight[target_ids], target.config.eps, target_ids, len(target.embedding))

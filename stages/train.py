@@ -16,8 +16,9 @@ from stages.acceptance.lengths import Answer, accept_length, by_domain
 from stages.acceptance.simulate import replay_rows
 from stages.capture.dialects import layer_ids
 from stages.capture.store import RowStore
+from stages.capture.verify import REPAIR, apart, captured_folder
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
-from stages.contracts.errors import ParamsError, Refusal, run
+from stages.contracts.errors import DataError, ParamsError, Refusal, run
 from stages.contracts.evidence import TRAIN_CURVES, TRAIN_METRICS, TrainMetrics
 from stages.contracts.files import canonical, digest, file_digest, whole_folder
 from stages.contracts.manifest import HIDDEN_STATES, MERGED, MERGED_MANIFEST, MergedManifest, TargetIdentity, renewal
@@ -80,8 +81,8 @@ class Rows:
 
 
 def demand_same_data(merged: MergedManifest, store: RowStore, target: TargetIdentity, params: Params) -> None:
-    """Raises Refusal when states, merged rows and target do not belong together; DataError when a folder's bytes are not
-    those that were written; ParamsError when params.yaml asks for a draft vocabulary that was not merged."""
+    """Raises Refusal when states, merged rows and target do not belong together; DataError when a folder is not the one
+    that was merged; ParamsError when params.yaml asks for a draft vocabulary that was not merged."""
     capture = store.manifest()
     pairs = (
         ("hidden states", HIDDEN_STATES, merged.capture_digest, capture.digest(), "merge"),
@@ -106,8 +107,13 @@ def demand_same_data(merged: MergedManifest, store: RowStore, target: TargetIden
             got=f"{merged.draft_vocab_size} in {MERGED_MANIFEST}",
             do="run `dvc repro merge`",
         )
-    for folder in merged.folders:
-        store.verify(folder.name)
+    for folder in merged.folders:  # their bytes are checked when they are first read
+        if (found := captured_folder(store.folder(folder.name).config)) != folder:
+            expected, got = apart(folder, found)
+            where = str(store.root / folder.name)
+            raise DataError(
+                "A folder is not the one that was merged", where=where, expected=expected, got=got, do=REPAIR
+            )
 
 
 def read_vocabulary(merged: MergedManifest) -> tuple[Tensor, Tensor]:
@@ -225,7 +231,9 @@ def main() -> None:
     store, folder = RowStore(HIDDEN_STATES), locate_target(params.target.origin)
     demand_same_data(merged, store, identify_target(folder, params.target.name), params)
     d2t, t2d = read_vocabulary(merged)
-    target = load_target(folder, params.target.device)
+    target = load_target(
+        folder, params.target.device, stored=True
+    )  # embedding, head and last layer are all that is read
     rows, told = read_rows(store, target.device), params.train
     draft, teacher = start_draft(
         target,

@@ -15,8 +15,12 @@ import yaml
 
 from stages.contracts.files import canonical, digest, file_digest
 from stages.contracts.manifest import PREPARED, PREPARED_MANIFEST, PreparedManifest, PreparedSource
+from stages.contracts.quality import PREPARED_QUALITY
 from stages.contracts.report import Check, GateName, GateReport, report_path
-from stages.targets import identify_target, load_target
+from stages.corpus.gather import Corpus
+from stages.corpus.measure import Measures
+from stages.corpus.rows import Row
+from stages.targets import identify_target, load_target, read_target_config
 from stages.targets._decoder import Decoder
 from tests import tiny
 
@@ -184,8 +188,12 @@ def write_prepared(
     """Write data/prepared below `root` as stages/prepare.py does: rows, out-of-distribution prompts, no rejects, manifest."""
     target = load_target(target_folder)
     described = []
+    measures = Measures(Corpus([], []))
     for source in sources:
         rows = make_rows(target, target_folder, source)
+        for row in rows:
+            ids, mask = np.asarray(row["input_ids"], np.int32), np.asarray(row["loss_mask"], np.uint8)
+            measures.take(Row(**{**row, "input_ids": ids, "loss_mask": mask}))
         described.append(describe_source(write_rows(root, source.name, rows), source, rows))
     other = encode_prompts(target_folder, [f"Who was number {i}?" for i in range(out_of_distribution)])
     prompts = [
@@ -206,6 +214,7 @@ def write_prepared(
         out_of_distribution_digest=file_digest(root / PREPARED / "out_of_distribution.parquet"),
         rejects_digest=file_digest(root / PREPARED / "rejects.parquet"),
     )
+    measures.done(manifest, {}).write(root / PREPARED_QUALITY)
     manifest.write(root / PREPARED_MANIFEST)
     return manifest
 
@@ -223,7 +232,7 @@ def write_gate_report(root: Path, gate: GateName, subject_digest: str, success: 
 def write_params(root: Path, target_folder: Path, changes: dict[str, dict[str, Any]] | None = None) -> Path:
     """params.yaml below `root`: the shipped one, cut down to the tiny target. `changes` is {section: {key: value}}."""
     params = yaml.safe_load((ROOT / "params.yaml").read_text())
-    vocabulary = json.loads((target_folder / "config.json").read_text())["vocab_size"]
+    vocabulary = read_target_config(target_folder)["vocab_size"]
     params["target"] |= {
         "name": "tiny",
         "origin": str(target_folder),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,9 +16,11 @@ import pytest
 import torch
 
 from stages import extract
+from stages.capture import forecast
 from stages.capture.rows import Row
-from stages.capture.store import ROWS, RowStore
+from stages.capture.store import ROWS, RowFolder, RowStore, verify_store
 from stages.contracts.errors import ParamsError, Refusal
+from stages.contracts.files import canonical
 from stages.contracts.manifest import HIDDEN_STATES, PREPARED_MANIFEST, PreparedManifest
 from tests import line, tiny
 from tests.capture.conftest import bytes_of
@@ -104,6 +107,7 @@ extract.main()
     assert len(through) == 30 - 12 and not list(Path(".cache/states").glob("*/.*"))
     resumed = bytes_of(HIDDEN_STATES)
     shutil.rmtree(".cache")
+    shutil.rmtree(HIDDEN_STATES)
     extract.main()
     assert len(through) == 30 - 12 + 30 and bytes_of(HIDDEN_STATES) == resumed
 
@@ -118,6 +122,27 @@ def test_five_per_cent_new_rows_cost_five_per_cent(here: Path, through: list[str
     assert RowStore().manifest().rows == 31
     new = bytes_of(HIDDEN_STATES)
     assert new[f"rows_21-27/{ROWS}"] == old[f"rows_20-26/{ROWS}"]
+
+
+def test_five_per_cent_new_rows_cost_no_more_than_eight_per_cent_of_the_tokens(here: Path, through: list[str]) -> None:
+    def sources(code: int, talk: int) -> tuple[line.TinySource, ...]:
+        return (line.TinySource("code", "coding", code), line.TinySource("talk", "general", talk))
+
+    def tokens() -> int:
+        store, wanted = RowStore(), set(through)
+        configs = [store.folder(f.name) for f in store.manifest().folders]
+        return sum(
+            int(n) for c in configs for r, n in zip(c.config.row_ids, c.offsets.diff(), strict=True) if r in wanted
+        )
+
+    lay(here, sources(40, 20))
+    extract.main()
+    full = tokens()
+    assert full == RowStore().manifest().tokens
+    del through[:]
+    lay(here, sources(42, 21))
+    extract.main()
+    assert RowStore().manifest().rows == 63 and 0.03 < tokens() / full <= 0.08
 
 
 def test_another_folder_size_moves_rows_and_computes_none(here: Path, through: list[str]) -> None:
@@ -135,24 +160,49 @@ def test_other_points_are_computed_anew(here: Path, through: list[str]) -> None:
     assert len(through) == 60 and RowStore().manifest().capture.points == (2, 3, 4)
 
 
-def test_a_flipped_byte_in_a_finished_folder_stops_the_run_and_the_named_command_mends_it(
-    here: Path, through: list[str]
+def test_a_flipped_byte_in_a_finished_folder_costs_its_row_group_and_is_told(
+    here: Path, through: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     extract.main()
     good = bytes_of(HIDDEN_STATES)
     file = sorted(Path(".cache/states").glob(f"*/*/{ROWS}"))[2]
+    config = RowFolder(file.parent).config
     data = bytearray(file.read_bytes())
     data[len(data) // 3] ^= 1
-    file.write_bytes(bytes(data))
+    with file.open("r+b") as handle:
+        handle.write(data)
+    (damage,) = verify_store(HIDDEN_STATES)
     del through[:]
-    with pytest.raises(Refusal, match="work cache is damaged") as error:
-        extract.main()
-    assert not (HIDDEN_STATES / "data_config.json").exists()
-    command = error.value.do.split("`")[1]
-    assert command == f"rm -r {file.parent}"
-    subprocess.run(command.split(), check=True)
     extract.main()
-    assert 0 < len(through) <= 6 and bytes_of(HIDDEN_STATES) == good
+    assert tuple(through) == damage.row_ids and 0 < len(through) < len(config.row_ids)
+    assert bytes_of(HIDDEN_STATES) == good and not verify_store(HIDDEN_STATES)
+    told = capsys.readouterr().err
+    assert f"damaged: {file.parent.name}/{ROWS}: row" in told and "kept in .cache/quarantine" in told
+    (kept,) = Path(".cache/quarantine").glob(f"*/{ROWS}")
+    assert kept.read_bytes() == bytes(data)
+    extract.main()
+    assert "damaged" not in capsys.readouterr().err
+
+
+def test_a_manifest_that_cannot_be_read_is_kept_before_it_is_written_again(here: Path) -> None:
+    extract.main()
+    manifest = HIDDEN_STATES / "data_config.json"
+    good = manifest.read_bytes()
+    manifest.chmod(0o644)
+    manifest.write_bytes(b"#" + good[1:])
+    extract.main()
+    (kept,) = Path(".cache/quarantine").glob("data_config.json-*")
+    assert manifest.read_bytes() == good and (kept / "data_config.json").read_bytes()[:1] == b"#"
+    assert json.loads((kept / "reason.json").read_text())[0]["file"] == "data_config.json"
+
+
+def test_a_removed_work_cache_is_filled_from_the_output(here: Path, through: list[str]) -> None:
+    extract.main()
+    shutil.rmtree(".cache")
+    lay(here, GROWN)
+    del through[:]
+    extract.main()
+    assert len(through) == 1 and RowStore().manifest().rows == 31
 
 
 def test_no_report_no_spend(here: Path, through: list[str]) -> None:
@@ -192,7 +242,7 @@ def test_a_full_disk_is_told_before_anything_is_computed(
     here: Path, through: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(extract.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(forecast.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(Refusal, match="do not fit on this disk"):
         extract.main()
     assert through == [] and "30 rows (" in capsys.readouterr().err
@@ -205,6 +255,40 @@ def test_the_forecast_says_what_will_be_computed_and_written(here: Path, capsys:
     assert f"30 rows, {tokens} tokens" in told and "in 6 folders" in told and "GB free" in told
     extract.main()
     assert "6 folders stand in the work cache, 0 rows (0 tokens) go through the target" in capsys.readouterr().err
+
+
+def test_hours_are_told_from_a_sample_and_later_from_what_this_machine_made(
+    here: Path, through: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(forecast, "_WORTH_A_SAMPLE", 2)
+    monkeypatch.setattr(extract, "_WORTH_REMEMBERING_S", 0.0)
+    extract.main()
+    told = capsys.readouterr().err
+    assert re.search(r"about \d+\.\d min at \d+ tokens/s \(measured on the first rows\)", told)
+    assert len(through) == 30, "the sample is not part of the work"
+    facts = b"".join(bytes_of(HIDDEN_STATES).values())
+    assert b"tokens/s" not in facts and b"rate" not in facts
+    (rate,) = Path(".cache/states").glob("*/rate.json")
+    rate.write_bytes(canonical({"cpu, 1 threads": 0.5}))
+    for folder in (HIDDEN_STATES, *Path(".cache/states").glob("*/*/")):
+        shutil.rmtree(folder)
+    extract.main()
+    assert re.search(r"about \d\.\d h at 0 tokens/s \(as measured here before\)", capsys.readouterr().err)
+    extract.main()
+    assert "tokens/s" not in capsys.readouterr().err, "nothing goes through the target, so nothing takes hours"
+
+
+def test_a_smaller_form_is_another_capture_and_half_the_bytes(here: Path, through: list[str]) -> None:
+    extract.main()
+    before = sum(f.stat().st_size for f in HIDDEN_STATES.glob(f"*/{ROWS}"))
+    small = {"store_aux": "float8_e4m3", "store_last": "before_supervised", "store_tokens": "to_last_supervised"}
+    line.write_params(here, here / "target", {"capture": small})
+    extract.main()
+    assert len(through) == 60 and RowStore().manifest().capture.form.aux_dtype == "float8_e4m3"
+    assert sum(f.stat().st_size for f in HIDDEN_STATES.glob(f"*/{ROWS}")) < 0.6 * before
+    line.write_params(here, here / "target")
+    extract.main()
+    assert len(through) == 60, "the default form still stands in the work cache"
 
 
 def test_strange_folders_in_the_output_go(here: Path) -> None:

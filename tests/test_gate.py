@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from stages import extract, gate, merge
+from stages import _gate_states, extract, gate, merge
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, LineError, Refusal
 from stages.contracts.evidence import BENCHMARK_EVIDENCE, POLICY, SERVE_EVIDENCE, TRAIN_METRICS
@@ -25,7 +27,7 @@ from stages.contracts.manifest import (
 from stages.contracts.report import GateName, GateReport, report_path
 from stages.reporting.page import PAGE
 from stages.targets import identify_target
-from tests import tiny
+from tests import latent, tiny
 from tests.gates import passing
 from tests.line import SOURCES, write_params, write_prepared
 
@@ -49,7 +51,10 @@ def failed(report: GateReport) -> dict[str, str]:
 @pytest.fixture
 def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny line with prepared rows, in the current folder."""
-    folder = tiny.make_target(tmp_path / "target")
+    return lay_line(tmp_path, tiny.make_target(tmp_path / "target"), monkeypatch)
+
+
+def lay_line(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sources = [
         {
             "name": s.name,
@@ -105,6 +110,38 @@ def test_a_good_line_passes_both_gates_with_reports_bound_to_their_subjects(
     assert not PAGE.exists(), "the page is gate-deployment's output; an earlier gate that passes leaves it alone"
 
 
+def hold_target(line: Path, load: str) -> None:
+    raw = json.loads((line / "params.yaml").read_text())
+    raw["gates"]["training"]["target_load"] = load
+    (line / "params.yaml").write_text(json.dumps(raw))
+
+
+@pytest.fixture
+def kimis_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A line on a target of Kimi-K2.5's kind (latent attention, mixture of experts), in a file a layer, read from there."""
+    folder = latent.make_target(tmp_path / "target", "kimi_k25", rope_scaling=latent.YARN)
+    latent.shard(folder, load_file(folder / "model.safetensors"), tiny.LAYERS)
+    line = lay_line(tmp_path, folder, monkeypatch)
+    hold_target(line, "layer_by_layer")
+    return line
+
+
+def test_a_target_left_in_its_files_proves_the_layers_and_the_gate_says_how_it_was_held(
+    kimis_line: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture(monkeypatch)
+    assert failed(judge(monkeypatch, "training")) == {}
+    words = "gate-training: the target is read layer by layer, as params.yaml says: 0.00 GB of weights, "
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_shift_is_named_by_a_target_left_in_its_files(kimis_line: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture(monkeypatch, (2, 4, 6))
+    found = failed(judge(monkeypatch, "training"))
+    assert "every slot is shifted by +1 layer" in found["of all the target's points, the nearest is the claimed one"]
+
+
 @pytest.mark.parametrize(
     ("points", "words"),
     [
@@ -147,7 +184,7 @@ def test_every_folder_gives_a_row_until_there_are_too_many_and_then_the_report_s
     folders = len(MergedManifest.read(MERGED_MANIFEST).folders)
     slots = [c for c in judge(monkeypatch, "training").checks if c.table == "slots"]
     assert f"over {4 * folders} rows" in slots[-1].actual and "unprobed" not in slots[-2].expected
-    monkeypatch.setattr(gate, "MOST_PROBED", 2)
+    monkeypatch.setattr(_gate_states, "MOST_PROBED", 2)
     raw = json.loads((line / "params.yaml").read_text())
     raw["gates"]["training"]["probe_rows"] = 1
     (line / "params.yaml").write_text(json.dumps(raw))
@@ -199,6 +236,45 @@ def test_a_folder_cut_short_is_refused_and_named_not_a_traceback(line: Path, mon
         and "cut off" in found["the folder opens as its config says"]
     )
     assert "6 of 32 rows" in found["every prepared row was captured, once"]
+
+
+def test_a_row_of_which_a_part_is_another_rows_is_refused_and_its_folder_named(
+    line: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two fifths of each row in one folder: no median sees it."""
+    honest, calls = extract.capture_rows, iter(range(100))
+
+    def one_torn(target, rows, points, tokens):  # type: ignore[no-untyped-def]
+        torn = next(calls) == 1
+        for states in honest(target, rows, points, tokens):
+            cut = len(states) * 3 // 5
+            yield torch.cat([states[:cut], states[: len(states) - cut]]) if torn else states
+
+    monkeypatch.setattr(extract, "capture_rows", one_torn)
+    capture(monkeypatch)
+    found = failed(judge(monkeypatch, "training"))
+    words = found.pop("no part of a row lies farther from the target run again than precision explains")
+    assert "rows_6-12 slot 0: 99 of 100 positions keep to" in words and "rows_0-6" not in words
+    assert "precision explains 0.008" in words and "Part of a row holds states that are not this row's: tokens" in words
+
+
+def test_one_rows_states_under_another_rows_tokens_are_refused_and_both_named(
+    line: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, kept = extract.capture_rows, {}
+
+    def copied(target, rows, points, tokens):  # type: ignore[no-untyped-def]
+        for states in honest(target, rows, points, tokens):
+            yield kept.setdefault(len(states), states)
+
+    monkeypatch.setattr(extract, "capture_rows", copied)
+    capture(monkeypatch)
+    found = failed(judge(monkeypatch, "training"))
+    assert re.search(r"[0-9a-f]{24}: [0-9a-f]{24}", found["no two rows of other tokens have the same states"])
+    words = found["no part of a row lies farther from the target run again than precision explains"]
+    assert re.search(
+        r"row [0-9a-f]{24}: A row holds another row's states: the states of rows_\d+-\d+ \([0-9a-f]{24}\)", words
+    )
 
 
 def test_a_normed_last_state_is_refused(line: Path, monkeypatch: pytest.MonkeyPatch) -> None:

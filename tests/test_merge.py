@@ -150,7 +150,7 @@ def test_doubled_rows_are_counted_and_named(here: Path) -> None:
     shutil.copytree(HIDDEN_STATES / twice.name, HIDDEN_STATES / "rows_90-92")
     config = FolderConfig.read(HIDDEN_STATES / twice.name / CONFIG).model_copy(update={"start": 90, "end": 92})
     config.write(HIDDEN_STATES / "rows_90-92" / CONFIG)
-    extra = twice.model_copy(update={"name": "rows_90-92", "config_digest": config.digest()})
+    extra = twice.model_copy(update={"name": "rows_90-92", "start": 90, "end": 92, "config_digest": config.digest()})
     change_manifest([*folders, extra])
     with pytest.raises(DataError) as error:
         merge.main()
@@ -166,6 +166,14 @@ def test_rows_that_were_not_planned_are_counted_and_named(here: Path) -> None:
     with pytest.raises(DataError) as error:
         merge.main()
     assert error.value.got.startswith("8 not planned: ") and error.value.got.endswith(" …")
+
+
+@pytest.mark.parametrize("change", [{"rows": 31}, {"tokens": 7}, {"slots": ("point 1",) * 4}])
+def test_a_manifest_that_says_other_things_than_its_folders_is_named(here: Path, change: dict[str, Any]) -> None:
+    CaptureManifest.read(CAPTURE_MANIFEST).model_copy(update=change).write(CAPTURE_MANIFEST)
+    with pytest.raises(DataError, match="does not describe its folders") as error:
+        merge.main()
+    assert error.value.where == str(CAPTURE_MANIFEST) and next(iter(change)) in error.value.got
 
 
 def test_states_of_other_rows_are_refused(here: Path) -> None:

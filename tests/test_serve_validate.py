@@ -191,6 +191,20 @@ def test_a_draft_of_other_bytes_is_refused(here: Path) -> None:
     assert "dvc repro train" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("tokenizer_config.json", "the target's chat template"), ("tokenizer.json", "the target's tokenizer")],
+)
+def test_a_target_that_renders_otherwise_than_the_rows_were_prepared_is_refused(
+    here: Path, name: str, what: str
+) -> None:
+    path = Path("target") / name
+    path.write_text(path.read_text().replace("Be brief.", "Be kind.") + " ")
+    with pytest.raises(Refusal, match=what) as refusal:
+        serve_validate.main()
+    assert "dvc repro prepare" in str(refusal.value)
+
+
 def test_prepared_rows_that_were_edited_are_refused(here: Path) -> None:
     path = PREPARED / "code" / "rows.parquet"
     path.write_bytes(path.read_bytes() + b"x")

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 STAGES = Path(__file__).parents[1]
+_SHARED = ("_checkpoint", "_decoder", "_latent", "_layers", "_mixture", "_quantised", "_rope", "_stream")
 
 
 def code_digest(model_type: str, stages: Path = STAGES, engine: str = "in_process") -> str:
@@ -13,12 +14,8 @@ def code_digest(model_type: str, stages: Path = STAGES, engine: str = "in_proces
 
     A family without a file of its own is refused when the target is loaded; here it is merely left out.
     """
-    names = (
-        "capture/spill.py",
-        "targets/_checkpoint.py",
-        "targets/_decoder.py",
-        f"targets/{model_type.replace('-', '_')}.py",
-    )
+    shared = (f"targets/{name}.py" for name in _SHARED)
+    names = ("capture/spill.py", "capture/forms.py", *shared, f"targets/{model_type.replace('-', '_')}.py")
     if engine == "sglang":
         names += ("capture/served.py", "engines/sglang.py", "engines/_sglang_answers.py", "engines/_sglang_launch.py")
     sha = hashlib.sha256()

@@ -22,7 +22,7 @@ from stages.capture.spill import batches
 from stages.contracts.errors import EngineError
 
 if TYPE_CHECKING:
-    from stages.targets._decoder import Decoder
+    from stages.targets._decoder import Decoder, Layer, Parts
 
 Fetch = Callable[[Sequence[int]], Tensor]  # token ids of a row -> its states [L, F], points ascending
 
@@ -49,12 +49,27 @@ def capture_served(
 def above(target: Decoder, aux_TF: Tensor, lengths: Sequence[int], point: int) -> Tensor:
     """The last state [T, H] before the final norm, from the states at `point`, the last H columns of aux_TF.
 
-    The layers above `point` are a decoder of their own whose embedding, so to speak, is the states.
+    The layers above `point` are a decoder of their own whose embedding, so to speak, is the states. Of a stored target no other
+    weight is read.
     """
-    states_TH = aux_TF[:, -target.config.hidden_size :].to(target.embedding.dtype)
+    states_TH = aux_TF[:, -target.config.hidden_size :].to(target.dtype)
     config = replace(target.config, layers=target.config.layers - point)
-    rest = type(target)(config, states_TH, target.layers[point:], target.norm, target.head_weight)
+    # Neither its norm nor its head is asked for, so the states may stand for them too.
+    rest = type(target)(config, states_TH, _Above(target.layers, point), states_TH, states_TH)
     return rest.packed(torch.arange(len(states_TH), device=states_TH.device), lengths).last
+
+
+class _Above:
+    """The layers of a target from `point` on, each read when it is asked for."""
+
+    def __init__(self, layers: Parts[Layer], point: int) -> None:
+        self._layers, self._point = layers, point
+
+    def __len__(self) -> int:
+        return len(self._layers) - self._point
+
+    def __getitem__(self, i: int, /) -> Layer:
+        return self._layers[i + self._point]
 
 
 def _fetch(fetch: Fetch, row: Row, width: int) -> Tensor:

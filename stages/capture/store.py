@@ -1,171 +1,161 @@
-"""The row store: a folder of rows is one safetensors file and its config; a row is one contiguous slice of it.
+"""The row store: a folder of rows is one safetensors file and its config; a row is one contiguous slice of each tensor.
 
-Layout of rows.safetensors, T tokens of R rows laid end to end, H hidden size, S slots (the points ascending, then the
-last state before the final norm):
+stages/capture/layout.py says where what lies, stages/capture/writing.py writes it.
 
-    offsets i64 [R+1] | states bf16 [T, S, H] | input_ids i32 [T] | loss_mask u8 [T]
-
-All lengths are known before the first state is, so the header goes out first and states stream behind it while the
-sha256 of the whole file is taken. Nothing is padded: 2·S·H + 5 bytes a token.
+Bytes are checked lazily: the first read of a row by `row` checks its whole group, once a process. Training reads every row
+in its first epoch anyway, so that costs the one pass that a check beforehand would cost, but starts at once, reads a cold
+disk once instead of twice, and never pays for rows that nobody reads. gate-training has read all of them before.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stages.capture.rows import FolderPlan
+from stages.capture.forms import decode, kept_slots
+from stages.capture.layout import (
+    CONFIG,
+    KIND,
+    ROWS,
+    Offsets,
+    counted_by,
+    covers,
+    folder_bytes,
+    group_slices,
+    head_size,
+    header_of,
+    offsets_of,
+    read_header,
+    streams,
+)
+from stages.capture.rows import Row
+from stages.capture.verify import REPAIR, find_damage, group_damage, slices_digest, verify_store
+from stages.capture.writing import write_folder
+from stages.contracts.damage import Damage, damaged
 from stages.contracts.errors import DataError
-from stages.contracts.files import file_digest, whole_folder
 from stages.contracts.manifest import CAPTURE_MANIFEST, HIDDEN_STATES, CaptureManifest, CaptureSpec, FolderConfig
 
-ROWS = "rows.safetensors"
-CONFIG = "data_config.json"
-_ALIGN = 64
-_WIDTH = {"I64": 8, "BF16": 2, "I32": 4, "U8": 1}
-_KIND = {"I64": torch.int64, "BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
-_MAX_HEADER = 1 << 20
-
-
-def layout(rows: int, tokens: int, slots: int, hidden_size: int) -> dict[str, dict[str, Any]]:
-    """The safetensors header of a folder, tensors in file order."""
-    shapes = {
-        "offsets": ("I64", [rows + 1]),
-        "states": ("BF16", [tokens, slots, hidden_size]),
-        "input_ids": ("I32", [tokens]),
-        "loss_mask": ("U8", [tokens]),
-    }
-    header: dict[str, dict[str, Any]] = {}
-    begin = 0
-    for name, (kind, shape) in shapes.items():
-        end = begin + _WIDTH[kind] * int(np.prod(shape))
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-        begin = end
-    return header
-
-
-def _head(header: dict[str, dict[str, Any]]) -> bytes:
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return struct.pack("<Q", len(text) + -(8 + len(text)) % _ALIGN) + text + b" " * (-(8 + len(text)) % _ALIGN)
-
-
-def folder_bytes(rows: int, tokens: int, slots: int, hidden_size: int) -> int:
-    """Size of rows.safetensors, to the byte, before it is written."""
-    header = layout(rows, tokens, slots, hidden_size)
-    return len(_head(header)) + header["loss_mask"]["data_offsets"][1]
-
-
-def write_folder(path: Path, plan: FolderPlan, capture: CaptureSpec, states: Iterable[Tensor]) -> FolderConfig:
-    """Write the folder `path`: it appears whole, by rename, or not at all.
-
-    Args:
-        states: for each row of `plan`, in order, bf16 [L, slots, H].
-
-    Raises:
-        DataError: a row's states do not fit the row or the capture spec.
-    """
-    slots = len(capture.points) + 1
-    head = _head(layout(len(plan.rows), plan.tokens, slots, capture.hidden_size))
-    offsets = np.cumsum([0] + [len(row) for row in plan.rows], dtype="<i8")
-    sha, size = hashlib.sha256(), 0
-    with whole_folder(path) as aside:
-        with (aside / ROWS).open("wb") as file:
-
-            def put(data: Any) -> None:
-                nonlocal size
-                file.write(data)
-                sha.update(data)
-                size += len(data)
-
-            put(head)
-            put(offsets.tobytes())
-            for row, row_states in zip(plan.rows, states, strict=True):
-                _check_states(row_states, row.row_id, (len(row), slots, capture.hidden_size))
-                put(row_states.contiguous().view(torch.uint8).numpy().reshape(-1).data)
-            put(b"".join(row.input_ids.astype("<i4").tobytes() for row in plan.rows))
-            put(b"".join(row.loss_mask.astype("u1").tobytes() for row in plan.rows))
-        assert size == folder_bytes(len(plan.rows), plan.tokens, slots, capture.hidden_size)
-        config = FolderConfig(
-            capture=capture,
-            source=plan.source,
-            start=plan.start,
-            end=plan.end,
-            row_ids=plan.row_ids,
-            tokens=plan.tokens,
-            bytes=size,
-            rows_digest="sha256:" + sha.hexdigest(),
-        )
-        config.write(aside / CONFIG)
-    return config
-
-
-def _check_states(states: Tensor, row_id: str, shape: tuple[int, ...]) -> None:
-    if states.dtype != torch.bfloat16 or tuple(states.shape) != shape:
-        raise DataError(
-            "States do not fit their row",
-            where=f"row {row_id}",
-            expected=f"bfloat16 {list(shape)}: tokens, slots, hidden size",
-            got=f"{str(states.dtype).removeprefix('torch.')} {list(states.shape)}",
-            do="the target or the engine returned something else than one state a token: mend it, then `dvc repro extract`",
-        )
+__all__ = ["CONFIG", "ROWS", "RowFolder", "RowStore", "folder_bytes", "verify_store", "write_folder"]
 
 
 class RowFolder:
     """One open folder: tensors are views of the mapped file, nothing is read before it is touched. Do not write to them.
 
-    Attributes: states bf16 [T, S, H], input_ids i32 [T], loss_mask u8 [T], offsets i64 [R+1], config.
+    Attributes: shape (T, S, H) and dtype of its rows' states, tensors by name (see layout), offsets i64 [R+1], config.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rows: Sequence[Row] | None = None) -> None:
         """Map `path`.
+
+        Args:
+            rows: its rows, from which header and offsets are made instead of read, where those are damaged.
 
         Raises:
             DataError: a missing or cut off file, a header that cannot be parsed, tensors that do not fit the config,
-                offsets that do not ascend. Bytes are judged by `verify`.
+                offsets that do not ascend. Bytes are judged by `row` and `verify`.
         """
         self.path = path
         self.config = FolderConfig.read(path / CONFIG)
+        capture = self.config.capture
         self._fits(self.config.end - self.config.start == len(self.config.row_ids), "as many row_ids as rows", CONFIG)
-        tensors = self._map()
-        self.states, self.offsets = tensors["states"], tensors["offsets"]
-        self.input_ids, self.loss_mask = tensors["input_ids"], tensors["loss_mask"]
-        steps = self.offsets.diff()
-        whole = int(self.offsets[0]) == 0 and int(self.offsets[-1]) == self.config.tokens
-        self._fits(whole and bool((steps > 0).all()), f"offsets that ascend from 0 to {self.config.tokens}", "offsets")
+        self.tensors = self._map(check_header=rows is None)
+        self._offsets: Offsets = (
+            {name: self.tensors[name].numpy() for name in counted_by(capture.form)}
+            if rows is None
+            else offsets_of(rows, capture.form)
+        )
+        self.offsets = torch.from_numpy(self._offsets["offsets"])
+        self._check_offsets()
+        self._checked: set[int] = set()  # groups; -1 is the head
+        self._group_of = [n for n, g in enumerate(self.config.groups) for _ in range(g.start, g.end)]
+        self._slices = [slices for _, slices in group_slices(self.config)]
 
     def __len__(self) -> int:
         return len(self.config.row_ids)
 
-    def row(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """States bf16 [L, S, H], input_ids i32 [L] and loss_mask u8 [L] of row `i`, without a copy."""
-        part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
-        return self.states[part], self.input_ids[part], self.loss_mask[part]
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Tokens, slots and hidden size of the states that `row` gives."""
+        capture = self.config.capture
+        return self.config.tokens, len(capture.points) + 1, capture.hidden_size
 
-    def verify(self) -> None:
-        """Take the sha256 of the whole file again.
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
+    def states(self) -> Tensor:
+        """bf16 [T, S, H], mapped; a smaller form has no such tensor."""
+        return self.tensors["states"]
+
+    def row(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """States bf16 [L, S, H], input_ids i32 [L] and loss_mask u8 [L] of row `i`; in the default form without a copy.
 
         Raises:
-            DataError: the bytes are not those that were written.
+            DataError: the bytes of its group are not those that were written.
         """
-        if (got := file_digest(self.path / ROWS)) != self.config.rows_digest:
-            raise DataError(
-                "A folder's bytes are not those that were written",
-                where=str(self.path / ROWS),
-                expected=self.config.rows_digest,
-                got=got,
-                # Hard links: the cache's copies are the same damaged bytes, and DVC trusts read-only files unread.
-                do=f"`find .cache/states .dvc/cache -samefile {self.path / ROWS} -delete; rm -r {self.path}`, then "
-                "`dvc repro`: it computes this folder again, or names what else has to go",
-            )
+        group = self._group_of[i]
+        if group not in self._checked:
+            self._check_group(group)
+        return self.view(i)
+
+    def view(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, its bytes not checked."""
+        part = {
+            stream.name: self.tensors[stream.name][int(cut[i]) : int(cut[i + 1])]
+            for stream in streams(self.config.capture)
+            for cut in (self._offsets[stream.by],)
+        }
+        ids, mask = part.pop("input_ids"), part.pop("loss_mask")
+        return decode(part, mask.numpy(), self.config.capture.form), ids, mask
+
+    def kept(self, i: int) -> Tensor:
+        """Which states of row `i` are stored, bool [L, S]; `row` gives zeros for the others."""
+        part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
+        mask = self.tensors["loss_mask"][part].numpy()
+        return kept_slots(mask, self.config.capture.form, self.shape[1])
+
+    def trust(self, groups: Iterable[int]) -> None:
+        """Take the header and these groups for checked: their bytes were read and compared by someone else."""
+        self._checked |= {-1, *groups}
+
+    def is_trusted(self, i: int) -> bool:
+        """Whether the bytes of row `i` were checked and found good."""
+        return self._group_of[i] in self._checked
+
+    def damages(self) -> list[Damage]:
+        """Read the whole file and name what is not as it was written."""
+        return find_damage(self.path, self.config)
+
+    def verify(self) -> None:
+        """Read the whole file.
+
+        Raises:
+            DataError: bytes are not those that were written; the rows are named.
+        """
+        if damages := self.damages():
+            raise damaged(self.path.parent, damages)
+        self.trust(range(len(self.config.groups)))
+
+    def _check_group(self, number: int) -> None:
+        handle = os.open(self.path / ROWS, os.O_RDONLY)
+        try:
+            for group, slices in ((-1, [(0, head_size(self.config))]), (number, self._slices[number])):
+                if group in self._checked:
+                    continue
+                told = None if group < 0 else self.config.groups[group]
+                expected = self.config.head_digest if told is None else told.bytes_digest
+                if (got := slices_digest(handle, slices)) != expected:
+                    raise damaged(self.path.parent, [group_damage(self.path, self.config, told, got)])
+                self._checked.add(group)
+        finally:
+            os.close(handle)
 
     def _fits(self, good: bool, expected: str, at: str, got: str = "something else") -> None:
         if not good:
@@ -174,19 +164,30 @@ class RowFolder:
                 where=f"{self.path}: {at}",
                 expected=expected,
                 got=got,
-                do="run `dvc checkout data/hidden_states`, or remove the folder and run `dvc repro extract`",
+                do=REPAIR,
             )
 
-    def _map(self) -> dict[str, Tensor]:
+    def _check_offsets(self) -> None:
+        steps = np.diff(self._offsets["offsets"])
+        ends = (int(self._offsets["offsets"][0]), int(self._offsets["offsets"][-1]))
+        whole = ends == (0, self.config.tokens)
+        self._fits(whole and bool((steps > 0).all()), f"offsets that ascend from 0 to {self.config.tokens}", "offsets")
+        self._fits(covers(self.config.groups, self._offsets), "groups that follow one another over all rows", CONFIG)
+
+    def _map(self, check_header: bool) -> dict[str, Tensor]:
         config, file = self.config, self.path / ROWS
         self._fits(file.is_file(), f"a file of {config.bytes} bytes", ROWS, "no such file")
         size = file.stat().st_size
         self._fits(size == config.bytes, f"{config.bytes} bytes", ROWS, f"{size} bytes: cut off or replaced")
-        header, start = self._header(file, size)
-        good = layout(len(config.row_ids), config.tokens, len(config.capture.points) + 1, config.capture.hidden_size)
-        for name, item in good.items():
-            self._fits(header.get(name) == item, f"{name} {item}", ROWS, str(header.get(name)))
-        end = start + good["loss_mask"]["data_offsets"][1]
+        good, start = header_of(config)
+        if check_header:
+            header, found = read_header(file)
+            self._fits(header is not None, "a safetensors header", ROWS, f"a header of {found} bytes that is none")
+            for name, item in good.items():
+                told = (header or {}).get(name)
+                self._fits(told == item, f"{name} {item}", ROWS, str(told))
+            self._fits(found == start, f"data that begins at byte {start}", ROWS, f"at byte {found}")
+        end = start + max(item["data_offsets"][1] for item in good.values())
         self._fits(end == size, f"data that ends at byte {end}", ROWS, f"a file of {size} bytes")
         with warnings.catch_warnings():  # mapped read-only on purpose; torch has no read-only tensors and warns
             warnings.simplefilter("ignore", UserWarning)
@@ -194,22 +195,8 @@ class RowFolder:
         tensors = {}
         for name, item in good.items():
             begin, stop = (start + x for x in item["data_offsets"])
-            tensors[name] = raw[begin:stop].view(_KIND[item["dtype"]]).view(item["shape"])
+            tensors[name] = raw[begin:stop].view(KIND[item["dtype"]]).view(item["shape"])
         return tensors
-
-    def _header(self, file: Path, size: int) -> tuple[dict[str, Any], int]:
-        with file.open("rb") as handle:
-            raw = handle.read(8)
-            length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else -1
-            fits = 0 < length <= min(size - 8, _MAX_HEADER) and not (8 + length) % _ALIGN
-            self._fits(fits, "a safetensors header", ROWS, f"a header length of {length} in {size} bytes")
-            text = handle.read(length)
-        try:
-            header = json.loads(text)
-        except ValueError:  # bytes that are no UTF-8, or no JSON
-            header = None
-        self._fits(isinstance(header, dict), "a safetensors header", ROWS, "a header that is no JSON object")
-        return header, 8 + length  # type: ignore[return-value]
 
 
 class RowStore:
@@ -233,7 +220,11 @@ class RowStore:
         return self._open[name]
 
     def row(self, folder: str, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """States bf16 [L, S, H], input_ids i32 [L], loss_mask u8 [L] of row `i` of `folder`, without a copy."""
+        """States bf16 [L, S, H], input_ids i32 [L], loss_mask u8 [L] of row `i` of `folder`; see RowFolder.row.
+
+        Raises:
+            DataError: the bytes of its group are not those that were written.
+        """
         return self.folder(folder).row(i)
 
     def verify(self, folder: str) -> None:

@@ -123,10 +123,12 @@ class Fact(BaseModel):
         """Read and validate a fact.
 
         Raises:
-            DataError: missing, cut off, or not of this schema; every fault is named.
+            DataError: missing, cut off, not of this schema, or not in the bytes that it was written in; every fault is
+                named.
         """
         try:
-            return cls.model_validate_json(path.read_bytes())
+            data = path.read_bytes()
+            fact = cls.model_validate_json(data)
         except FileNotFoundError as error:
             raise DataError(
                 f"No {cls.__name__} here",
@@ -150,3 +152,15 @@ class Fact(BaseModel):
                 got=faults,
                 do="remove the file and run `dvc repro`; it was cut off, edited, or written by another version",
             ) from error
+        if (good := fact.canonical()) != data:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(good, data, strict=False)) if a != b), min(len(good), len(data))
+            )
+            raise DataError(
+                f"This {cls.__name__} is not in the bytes that it was written in",
+                where=str(path),
+                expected=f"{good[at : at + 20]!r} at byte {at}, as every fact is written",
+                got=repr(data[at : at + 20]),
+                do="remove the file and run `dvc repro`; it was damaged, edited, or written by another version",
+            )
+        return fact

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,18 +49,20 @@ class Source(Section):
     name: Annotated[
         str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)
     ]  # a folder; its neighbours have dots
-    kind: Literal["human_eval", "stdlib", "bfcl", "chatable", "jsonl"]
+    kind: Literal["human_eval", "stdlib", "bfcl", "chatable", "jsonl", "files"]
     domain: str
     licence: str
     answers: Literal["regenerate", "given"]
     limit: Positive
     path: str | None = None
+    weight: Annotated[Number, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _path_fits_kind(self) -> Source:
-        if (self.kind == "jsonl") != (self.path is not None):
-            raise ValueError("`path` is needed by kind jsonl, and only by it")
-        if self.kind != "jsonl" and self.answers == "given":
+        of_files = self.kind in ("jsonl", "files")
+        if of_files != (self.path is not None):
+            raise ValueError("`path` is needed by the kinds files and jsonl, and only by them")
+        if not of_files and self.answers == "given":
             raise ValueError(f"kind {self.kind} holds prompts without answers: answers must be `regenerate`")
         return self
 
@@ -69,6 +72,52 @@ class Source(Section):
         if not domain.strip() or domain == "out_of_distribution":
             raise ValueError("a domain needs a name, and out_of_distribution is that of the prompts kept apart")
         return domain
+
+
+class Rendering(Section):
+    """How messages become token ids: what the server is told beside them, and what becomes of what a template drops."""
+
+    template_arguments: dict[str, Any]
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None
+    rewritten_history: Literal["split", "last", "reject"]
+    think_tags: Literal["split", "as_is"]
+    dropped_reasoning: Literal["restore", "reject"]
+    empty_reasoning: Literal["skip", "keep"]
+    unknown_tools: Literal["as_text", "reject"]
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _date_as_text(cls, date: object) -> object:
+        """YAML reads 2026-01-31 as a date; a day that is none stays text and is refused here."""
+        if isinstance(date, str):
+            datetime.date.fromisoformat(date)
+        return date.isoformat() if type(date) is datetime.date else date
+
+
+class Answers(Section):
+    """Who answers the prompts: the target in this process, or the server that serves it."""
+
+    engine: Literal["in_process", "openai"]
+    base_url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None
+    model: str | None
+    concurrency: Positive
+    timeout_s: Annotated[Number, Field(gt=0)]
+    retries: Annotated[Whole, Field(ge=0, le=20)]
+    token_ids: Literal["require", "retokenise"]
+    max_failed_share: Share
+
+    @property
+    def name(self) -> str:
+        """What the manifest calls it: where a server stands does not matter, which model it was asked for does."""
+        return self.engine if self.engine == "in_process" else f"{self.engine} {self.model}"
+
+    @model_validator(mode="after")
+    def _server_has_an_address(self) -> Answers:
+        if self.engine == "openai" and not (self.base_url and self.model):
+            raise ValueError("engine openai needs `base_url` and `model`")
+        if self.base_url and "@" in self.base_url.split("//", 1)[1].split("/", 1)[0]:
+            raise ValueError("`base_url` holds credentials; give the key in the environment variable DRAFTLINE_API_KEY")
+        return self
 
 
 class Prepare(Section):
@@ -84,6 +133,18 @@ class Prepare(Section):
     repetitive: Literal["drop", "keep"]
     held_out_share: Annotated[Number, Field(gt=0, lt=1)]
     out_of_distribution: Annotated[Whole, Field(ge=0)]
+    rendering: Rendering
+    answers: Answers
+    near_duplicates: Literal["keep", "drop"]
+    near_duplicate_similarity: Annotated[Number, Field(ge=0.5, le=1)]
+    benchmark_prompts: tuple[str, ...]
+
+    @model_validator(mode="after")
+    def _all_weights_or_none(self) -> Prepare:
+        bare = sorted(s.name for s in self.sources if s.weight is None)
+        if bare and len(bare) < len(self.sources):
+            raise ValueError(f"sources without a weight beside sources with one: {bare}")
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> Prepare:
@@ -99,6 +160,20 @@ class Capture(Section):
     rows_per_folder: Positive
     tokens_per_batch: Positive
     engine: Literal["in_process", "sglang"]
+    store_tokens: Literal["all", "to_last_supervised"]
+    store_last: Literal["all", "before_supervised"]
+    store_aux: Literal["bfloat16", "float8_e4m3"]
+    adopt: str | None
+    adopt_layer_ids: Annotated[tuple[Whole, ...], Field(min_length=1)] | None
+    adopt_last_state: Literal["before_final_norm", "after_final_norm"] | None
+    adopt_lacking: Literal["refuse", "extract"]
+
+    @model_validator(mode="after")
+    def _about_a_store(self) -> Capture:
+        told = [n for n in ("adopt_layer_ids", "adopt_last_state") if getattr(self, n) is not None]
+        if self.adopt is None and told:
+            raise ValueError(f"{' and '.join(told)} say something of a store, and adopt names none")
+        return self
 
 
 class Merge(Section):
@@ -206,10 +281,16 @@ class ExtractionGate(Section):
     max_prompt_overlap: Share
     min_on_policy_share: Share
     min_supervised_tokens: Positive
+    max_near_duplicate_share: Share
+    min_supervised_tokens_per_row: Annotated[Number, Field(ge=1)]
+    max_token_drift: Share
+    max_length_drift: Share
+    max_mix_difference: Share
 
 
 class TrainingGate(Section):
     probe_rows: Positive
+    target_load: Literal["auto", "whole", "layer_by_layer"]
     max_state_distance: Annotated[Number, Field(gt=0)]
     min_margin: Annotated[Number, Field(gt=1)]
     min_train_coverage: Share

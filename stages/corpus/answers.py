@@ -2,7 +2,8 @@
 
 Answers are kept by content: a folder a generation setting, in it one append-only file a worker, a line an answer:
 [prompt id, finish, ids, digest of the three]. What a crash cut off, or what changed since it was written, is generated
-again. How tokens are made is handed in as an `Answerer`; this file knows no engine.
+again, and so is what was refused or failed: the engine may have been mended. How tokens are made is handed in as an
+`Answerer`; this file knows no engine.
 """
 
 from __future__ import annotations
@@ -21,18 +22,32 @@ from stages.contracts.errors import EngineError, LineError
 from stages.contracts.files import canonical, digest, write_whole
 from stages.contracts.progress import progress
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "empty", "refused", "mismatched", "failed"]
+UNANSWERED = {
+    "empty": "empty answer",
+    "refused": "refused by the engine",
+    "mismatched": "token ids not recovered",
+    "failed": "failed in the engine",
+}  # reasons by finish
 Prompt = tuple[str, tuple[int, ...]]
-OnAnswer = Callable[[str, tuple[int, ...], Finish], None]
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Generated:
-    """An answer's ids as they were generated; the last one ends the turn when `finish` is "stop"."""
+    """An answer's ids as they were generated; the last one ends the turn when `finish` is "stop".
+
+    Without ids: "empty", the answer was reasoning and nothing else; "refused", the engine will not answer this prompt; "mismatched", it told text whose tokens are not those
+    that it sampled; "failed", it did not answer this time. `detail` says why.
+    """
 
     ids: tuple[int, ...]
     finish: Finish
+    detail: str = ""
+
+
+class OnAnswer(Protocol):
+    def __call__(self, prompt: str, ids: tuple[int, ...], finish: Finish, detail: str = "") -> None: ...
 
 
 class Answerer(Protocol):
@@ -47,6 +62,7 @@ def answer_all(
     settings: Mapping[str, Any],
     cache: Path,
     workers: int,
+    max_failed_share: float = 0.0,
 ) -> dict[str, Generated]:
     """An answer for every prompt, from the cache where it is there.
 
@@ -54,13 +70,15 @@ def answer_all(
         prompts: ids by prompt id.
         settings: all that decides an answer beside its prompt: weights, cap, temperature, seed.
         workers: processes; with 1 the answerer runs in this one.
+        max_failed_share: of the prompts, those that may stay "failed". They are asked again by the next run.
 
     Raises:
-        EngineError: a worker ended early, or an answer is missing.
+        EngineError: a worker ended early, an answer is missing, or more failed than may.
     """
     folder = cache / digest(canonical(dict(settings)))[7:23]
     write_whole(folder / "settings.json", canonical(dict(settings)))
     known, unfit = _read(folder)
+    unanswered: dict[str, Generated] = {}
     missing = sorted((p for p in prompts.items() if p[0] not in known), key=lambda p: (-len(p[1]), p[0]))
     if unfit:
         told = f"lines cut off or changed: {unfit} passed over; answers to generate: {len(missing)}"
@@ -68,11 +86,12 @@ def answer_all(
     if missing:
         with progress(len(missing), "answers", "prompts") as advance:
             if workers == 1 or len(missing) == 1:
-                _work(answerer, missing, folder / "worker-0.jsonl", advance)
+                _work(answerer, missing, folder / "worker-0.jsonl", advance, unanswered)
             else:
                 _share(answerer, missing, folder, min(workers, len(missing)), advance)
         known, _ = _read(folder)
-    absent = [p for p in prompts if p not in known]
+    absent = [p for p in prompts if p not in known and p not in unanswered]
+    _demand_few(unanswered, len(prompts), max_failed_share, folder)
     if absent:
         raise EngineError(
             "The engine left prompts without an answer",
@@ -81,7 +100,34 @@ def answer_all(
             got=f"{len(absent)} missing, the first {absent[0]}",
             do="run it again; answers that are there are kept",
         )
-    return {p: known[p] for p in prompts}
+    return {p: known[p] if p in known else unanswered[p] for p in prompts}
+
+
+def outcomes(answers: Mapping[str, Generated], end_ids: frozenset[int]) -> dict[str, int]:
+    """How many prompts were answered, capped, empty, refused, mismatched or failed; together all of them."""
+    counts = dict.fromkeys(("answered", "capped", *UNANSWERED), 0)
+    for answer in answers.values():
+        if answer.finish in UNANSWERED:
+            counts[answer.finish] += 1
+        elif not set(answer.ids) - end_ids:
+            counts["empty"] += 1
+        else:
+            counts["capped" if answer.finish == "length" else "answered"] += 1
+    return counts
+
+
+def _demand_few(unanswered: Mapping[str, Generated], asked: int, max_share: float, folder: Path) -> None:
+    """Raises EngineError when more prompts failed than may."""
+    failed = {prompt: answer for prompt, answer in unanswered.items() if answer.finish == "failed"}
+    if len(failed) > max_share * asked:
+        prompt, first = next(iter(failed.items()))
+        raise EngineError(
+            "The engine left too many prompts without an answer",
+            where=str(folder),
+            expected=f"at most {max_share:.1%} of {asked} (prepare.answers.max_failed_share)",
+            got=f"{len(failed)} failed, the first {prompt}: {first.detail}",
+            do="mend what it says and run it again; answers that are there are kept",
+        )
 
 
 def _read(folder: Path) -> tuple[dict[str, Generated], int]:
@@ -105,30 +151,44 @@ def _parse(line: bytes) -> tuple[str, Generated] | None:
             case [str() as prompt, ("stop" | "length") as finish, list() as ids, str() as told]:
                 whole = all(type(i) is int for i in ids) and told == _line_digest(prompt, finish, ids)
                 return (prompt, Generated(tuple(ids), finish)) if whole else None
+            case [str() as prompt, "mismatched", str() as detail, str() as told]:
+                whole = told == _line_digest(prompt, "mismatched", detail)
+                return (prompt, Generated((), "mismatched", detail)) if whole else None
     except (ValueError, RecursionError):
         pass
     return None
 
 
-def _line_digest(prompt: str, finish: str, ids: Sequence[int]) -> str:
+def _line_digest(prompt: str, finish: str, said: Sequence[int] | str) -> str:
     """16 hex digits of sha256 over a line's first three elements, as compact JSON."""
-    return digest(json.dumps([prompt, finish, list(ids)], separators=(",", ":")).encode())[7:23]
+    shown = said if isinstance(said, str) else list(said)
+    return digest(json.dumps([prompt, finish, shown], separators=(",", ":")).encode())[7:23]
 
 
-def _work(answerer: Answerer, prompts: Sequence[Prompt], path: Path, told: Callable[[int, str], None]) -> None:
-    """Answer `prompts`, append each answer to `path` and tell of it."""
+def _work(
+    answerer: Answerer,
+    prompts: Sequence[Prompt],
+    path: Path,
+    told: Callable[[int, str], None],
+    unanswered: dict[str, Generated],
+) -> None:
+    """Answer `prompts`, append each answer to `path` and tell of it; refusals and failures go to `unanswered` alone."""
     cut = path.exists() and not path.read_bytes().endswith(b"\n")
     tokens = 0
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" if cut else "")
 
-        def on_answer(prompt: str, ids: tuple[int, ...], finish: Finish) -> None:
+        def on_answer(prompt: str, ids: tuple[int, ...], finish: Finish, detail: str = "") -> None:
             nonlocal tokens
-            line = [prompt, finish, list(ids), _line_digest(prompt, finish, ids)]
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
-            file.flush()
+            if finish in ("refused", "failed"):
+                unanswered[prompt] = Generated((), finish, detail)
+            else:
+                said = detail if finish in UNANSWERED else list(ids)
+                line = [prompt, finish, said, _line_digest(prompt, finish, said)]
+                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+                file.flush()
             tokens += len(ids)
-            told(1, f"{tokens} tokens")
+            told(1, f"{tokens} tokens" + (f", {len(unanswered)} unanswered" if unanswered else ""))
 
         answerer(prompts, on_answer)
 
@@ -178,6 +238,6 @@ def _worker(answerer: Answerer, prompts: Sequence[Prompt], folder: Path, index: 
         news.put(None)
 
     try:
-        _work(answerer, prompts, folder / f"worker-{index}.jsonl", told)
+        _work(answerer, prompts, folder / f"worker-{index}.jsonl", told, {})
     except LineError as error:
         news.put(error.text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from stages.contracts.files import file_digest
 from stages.contracts.manifest import PreparedManifest, PreparedSource, TargetIdentity
+from stages.contracts.progress import progress
+from stages.contracts.quality import PREPARED_QUALITY
 from stages.corpus.answers import Generated
-from stages.corpus.gather import Candidate, Gathered, demand_rows
+from stages.corpus.gather import Corpus, Gathered, demand_rows
 from stages.corpus.items import Reject
-from stages.corpus.rows import OUT_OF_DISTRIBUTION, REJECTS, ROWS, Row, make_row, write_table
+from stages.corpus.measure import Measures
+from stages.corpus.rows import OUT_OF_DISTRIBUTION, REJECTS, ROWS, Row, TableWriter, make_row, write_table
+from stages.corpus.spool import LateRejects, Tally
 
 if TYPE_CHECKING:
     from stages.contracts.params import Prepare
@@ -20,69 +25,77 @@ if TYPE_CHECKING:
 
 def write_prepared(
     folder: Path,
-    gathered: list[Gathered],
-    apart: list[Candidate],
+    corpus: Corpus,
     answers: Mapping[str, Generated],
     prepare: Prepare,
     target: TargetIdentity,
     end_ids: frozenset[int],
     decode: Callable[[Any], str],
 ) -> PreparedManifest:
-    """Fill `folder`: rows of every source, prompts kept apart, rejects, and prepared.json last.
+    """Fill `folder`: rows of every source, prompts kept apart, rejects, quality.json, and prepared.json last.
 
     Args:
-        apart: the out-of-distribution prompts.
         end_ids: token ids that end a turn.
         decode: ids to text.
 
     Raises:
         DataError: a source of which no row is left.
     """
-    sources, rejects = [], []
-    for of_source in gathered:
-        wanted = (make_row(c, answers, of_source.source, prepare, end_ids, decode) for c in of_source.candidates)
-        written, late = _write_rows(folder / of_source.source.name / "rows.parquet", wanted)
-        of_this = [*of_source.rejects, *late]
-        demand_rows(of_source.source.name, written["rows"], of_this)
-        rejects += [{"source": of_source.source.name, **vars(r)} for r in of_this]
-        sources.append(_describe(of_source, written, of_this, folder))
-    write_table(folder / "rejects.parquet", REJECTS, rejects)
-    write_table(
-        folder / "out_of_distribution.parquet",
-        OUT_OF_DISTRIBUTION,
-        (
-            {
-                "prompt_id": c.prompt_id,
-                "domain": "out_of_distribution",
-                "input_ids": c.prompt_ids,
-                "messages": c.messages,
-            }
-            for c in apart
-        ),
-    )
+    sources = []
+    measures = Measures(corpus)
+    total = sum(g.kept for g in corpus.gathered)
+    with TableWriter(folder / "rejects.parquet", REJECTS) as rejects, progress(total, "rows", "written") as advance:
+        for of_source in corpus.gathered:
+            name = of_source.source.name
+            made = (make_row(c, answers, of_source.source, prepare, end_ids, decode) for c in of_source.candidates)
+            late = LateRejects(of_source.spool)
+            counts = _write_rows(folder / name / "rows.parquet", made, late, measures, advance)
+            tally = Tally(Counter())
+            for reject in itertools.chain(of_source.rejects(), late.read()):
+                rejects.add({"source": name, **vars(tally.take(reject))})
+            demand_rows(name, counts["rows"], tally)
+            sources.append(_describe(of_source, counts, tally.reasons, folder))
+    _write_apart(folder / "out_of_distribution.parquet", corpus)
     manifest = PreparedManifest(
         target=target,
         seed=prepare.seed,
         temperature=prepare.temperature,
         max_new_tokens=prepare.max_new_tokens,
+        answered_by=prepare.answers.name,
+        template_arguments=prepare.rendering.template_arguments,
         sources=tuple(sources),
-        out_of_distribution_prompts=len(apart),
+        out_of_distribution_prompts=len(corpus.apart),
         out_of_distribution_digest=file_digest(folder / "out_of_distribution.parquet"),
         rejects_digest=file_digest(folder / "rejects.parquet"),
     )
+    measures.done(manifest, {s.name: s.weight for s in prepare.sources}).write(folder / PREPARED_QUALITY.name)
     manifest.write(folder / "prepared.json")
     return manifest
 
 
-def _write_rows(path: Path, wanted: Iterator[Row | Reject]) -> tuple[Counter[str], list[Reject]]:
-    """Write the rows, count them, and give back those that were not kept."""
-    counts: Counter[str] = Counter()
-    rejects: list[Reject] = []
+def _write_apart(path: Path, corpus: Corpus) -> None:
+    rows = (
+        {
+            "prompt_id": c.prompt_id,
+            "domain": "out_of_distribution",
+            "input_ids": c.prompt_ids,
+            "messages": c.messages,
+        }
+        for c in corpus.apart
+    )
+    write_table(path, OUT_OF_DISTRIBUTION, rows)
 
-    def kept() -> Iterator[Row]:
-        for row in wanted:
+
+def _write_rows(
+    path: Path, made: Iterator[Row | Reject], late: LateRejects, measures: Measures, advance: Callable[..., None]
+) -> Counter[str]:
+    """Write the rows and count them; those that were not kept go to `late`."""
+    counts: Counter[str] = Counter()
+    with TableWriter(path, ROWS) as writer:
+        for row in made:
+            advance(1)
             if isinstance(row, Reject):
-                rejects.append(row)
+                late.add(row)
                 continue
             counts["rows"] += 1
             counts[row.split] += 1
@@ -90,16 +103,15 @@ def _write_rows(path: Path, wanted: Iterator[Row | Reject]) -> tuple[Counter[str
             counts["supervised"] += int(row.loss_mask.sum())
             counts["capped"] += row.finish == "capped"
             counts["repetitive"] += row.repetitive
-            yield row
+            measures.take(row)
+            writer.add(row)
+    return counts
 
-    write_table(path, ROWS, kept())
-    return counts, rejects
 
-
-def _describe(of_source: Gathered, counts: Counter[str], rejects: list[Reject], folder: Path) -> PreparedSource:
+def _describe(of_source: Gathered, counts: Counter[str], reasons: Counter[str], folder: Path) -> PreparedSource:
     source = of_source.source
-    reasons = Counter(r.reason for r in rejects)
-    assert of_source.rows_read == counts["rows"] + sum(reasons.values()), f"{source.name}: rows do not add up"
+    kept = counts["rows"] + reasons.total() - of_source.extra_rows
+    assert of_source.rows_read == kept, f"{source.name}: rows do not add up"
     return PreparedSource(
         name=source.name,
         domain=source.domain,
@@ -117,6 +129,8 @@ def _describe(of_source: Gathered, counts: Counter[str], rejects: list[Reject], 
         repetitive=counts["repetitive"],
         rejects=dict(sorted(reasons.items())),
         rows_digest=file_digest(folder / source.name / "rows.parquet"),
+        extra_rows=of_source.extra_rows,
+        shapes=dict(sorted(of_source.shapes.items())),
     )
 
 
@@ -130,7 +144,12 @@ def table(manifest: PreparedManifest) -> str:
             [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:-1], widths[1:], strict=True)), line[-1]]
         )
         for line in lines
-    )
+    ) + "".join(f"\n{s.name}: {_shapes(s)}" for s in manifest.sources if s.shapes)
+
+
+def _shapes(s: PreparedSource) -> str:
+    """What the rows of a source's files were."""
+    return ", ".join(f"{count:,} {shape}" for shape, count in s.shapes.items())
 
 
 def _line(s: PreparedSource) -> tuple[str, ...]:

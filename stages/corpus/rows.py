@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.corpus.answers import Generated
-from stages.corpus.gather import Candidate
+from stages.corpus.answers import UNANSWERED, Generated
 from stages.corpus.items import Reject, RowFault
 from stages.corpus.quality import has_supervised_pair, repeats_itself
 from stages.corpus.split import Split, row_id
+from stages.corpus.spool import Candidate
 
 if TYPE_CHECKING:
     from stages.contracts.params import Prepare
@@ -76,8 +76,11 @@ def regenerated_row(
     """Prompt ids and answer ids as they were generated; every answer token is supervised, the end of turn included.
 
     Raises:
-        RowFault: the answer is empty, capped or repetitive beyond what the policy keeps, or too short to learn from.
+        RowFault: the answer is empty, capped or repetitive beyond what the policy keeps, or too short to learn from; or
+            there is none.
     """
+    if answer.finish in UNANSWERED:
+        raise RowFault(UNANSWERED[answer.finish], answer.detail)
     text = decode(answer.ids)
     capped = answer.finish == "length"
     said = text if capped else _THOUGHTS.sub("", text)
@@ -143,7 +146,7 @@ def make_row(
             parts = regenerated_row(candidate, answers[candidate.prompt_id], prepare, end_ids, decode)
         else:
             parts = given_row(candidate, prepare, end_ids)
-        if not has_supervised_pair(parts["loss_mask"].tolist()):
+        if not has_supervised_pair(parts["loss_mask"].tobytes()):
             raise RowFault("no supervised pair", f"{int(parts['loss_mask'].sum())} answer tokens")
     except RowFault as fault:
         return Reject(candidate.item, fault.reason, fault.detail, candidate.prompt_id)
@@ -158,17 +161,35 @@ def make_row(
     )
 
 
+class TableWriter:
+    """A zstd parquet file of dataclasses or dicts, a row group each 1024 rows, so that memory does not grow with them."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._schema = schema
+        self._writer = pq.ParquetWriter(path, schema, compression="zstd", version="2.6")
+        self._group: list[dict[str, Any]] = []
+
+    def __enter__(self) -> TableWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._writer.write_table(_table(self._group, self._schema))
+        self._writer.close()
+
+    def add(self, row: Any) -> None:
+        self._group.append(row if isinstance(row, dict) else vars(row))
+        if len(self._group) == _GROUP_ROWS:
+            self._writer.write_table(_table(self._group, self._schema))
+            self._group = []
+
+
 def write_table(path: Path, schema: pa.Schema, rows: Iterable[Any]) -> None:
-    """Write dataclasses or dicts as zstd parquet, a row group each 1024 rows, so that memory does not grow with them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with pq.ParquetWriter(path, schema, compression="zstd", version="2.6") as writer:
-        group: list[Any] = []
+    """Write all of `rows` as a table."""
+    with TableWriter(path, schema) as writer:
         for row in rows:
-            group.append(row if isinstance(row, dict) else vars(row))
-            if len(group) == _GROUP_ROWS:
-                writer.write_table(_table(group, schema))
-                group = []
-        writer.write_table(_table(group, schema))
+            writer.add(row)
 
 
 def _table(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 Split = Literal["train", "held_out"]
+Ids = Sequence[int] | npt.NDArray[np.int32]
 
 
-def prompt_id(ids: Sequence[int]) -> str:
+def prompt_id(ids: Ids) -> str:
     """24 hex digits of sha256 over the prompt's ids as int32, little endian."""
     return hashlib.sha256(np.asarray(ids, dtype="<i4").tobytes()).hexdigest()[:24]
 
 
-def row_id(ids: Sequence[int], mask: Sequence[int]) -> str:
+def row_id(ids: Ids, mask: Sequence[int]) -> str:
     """24 hex digits of sha256 over a row's ids as int32, little endian, and its mask bytes."""
     return hashlib.sha256(np.asarray(ids, dtype="<i4").tobytes() + bytes(mask)).hexdigest()[:24]
 

@@ -36,6 +36,7 @@ def always_in(target: Path) -> frozenset[int]:
         DataError: tokenizer.json has no vocabulary.
     """
     config = json.loads((target / "config.json").read_text())
+    config |= config.get("text_config") or {}  # a language model within a larger one has its figures there
     tokenizer = json.loads((target / "tokenizer.json").read_text())
     vocabulary = tokenizer.get("model", {}).get("vocab")
     if not vocabulary:

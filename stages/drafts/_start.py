@@ -11,7 +11,7 @@ from stages.drafts._loss import Teacher
 from stages.drafts._module import Eagle3, Eagle3Config
 
 if TYPE_CHECKING:
-    from stages.targets._decoder import Decoder
+    from stages.targets._decoder import Decoder, Linear
 
 _SCALE = 0.02  # of whatever starts as noise, the usual one for this width
 
@@ -77,19 +77,24 @@ def initialise(draft: Eagle3, target: Decoder, teacher: Teacher, seed: int) -> N
     draft.fc.weight[:, 2 * H :] += torch.eye(H)
     layer.hidden_norm.weight.copy_(last.input_norm)
     layer.post_attention_layernorm.weight.copy_(last.post_norm)
-    qkv, out, gate_up, down = (x.weight for x in (last.qkv, last.out, last.gate_up, last.down))
-    assert qkv is not None and out is not None and gate_up is not None and down is not None, "packed weights are gone"
-    own = target.config
-    if (c.heads, c.head_dim) == (own.heads, own.head_dim) and c.kv_heads % own.kv_heads == 0:
-        q, k, v = qkv.split([n * c.head_dim for n in (own.heads, own.kv_heads, own.kv_heads)])
-        attention = layer.self_attn
-        attention.q_proj.weight[:, H:] = q
-        for linear, part in ((attention.k_proj, k), (attention.v_proj, v)):
+    own, attention, mlp = target.config, last.attention, last.mlp
+    same_heads = (c.heads, c.head_dim) == (own.heads, own.head_dim) and c.kv_heads % own.kv_heads == 0
+    if attention.qkv is not None and same_heads:
+        q, k, v = _plain(attention.qkv).split([n * c.head_dim for n in (own.heads, own.kv_heads, own.kv_heads)])
+        layer.self_attn.q_proj.weight[:, H:] = q
+        for linear, part in ((layer.self_attn.k_proj, k), (layer.self_attn.v_proj, v)):
             # More key-value heads than the target has: each of its own stands for several, which compute the same.
             heads = part.view(own.kv_heads, c.head_dim, H).repeat_interleave(c.kv_heads // own.kv_heads, dim=0)
             linear.weight[:, H:] = heads.flatten(0, 1)
-        attention.o_proj.weight.copy_(out)
-    if down.shape == layer.mlp.down_proj.weight.shape:
-        for linear, part in zip((layer.mlp.gate_proj, layer.mlp.up_proj), gate_up.chunk(2), strict=True):
+        layer.self_attn.o_proj.weight.copy_(_plain(attention.out))
+    if mlp.gate_up is None or mlp.down is None:
+        return
+    if (down := _plain(mlp.down)).shape == layer.mlp.down_proj.weight.shape:
+        for linear, part in zip((layer.mlp.gate_proj, layer.mlp.up_proj), _plain(mlp.gate_up).chunk(2), strict=True):
             linear.weight.copy_(part)
         layer.mlp.down_proj.weight.copy_(down)
+
+
+def _plain(linear: Linear) -> Tensor:
+    assert linear.weight is not None, "packed weights are gone"
+    return linear.weight

@@ -59,6 +59,8 @@ def join_rows(rows: DataFrame, stored: Stored, entries: DataFrame) -> DataFrame:
                 "not_finite": s.get("nan", 0) + s.get("inf", 0),
                 "zero_states": s.get("zero_states", 0),
                 "constant_slots": s.get("constant_slots", 0),
+                "equal_slots": s.get("equal_slots", 0),
+                "copy_of": s.get("copy_of", "none"),
                 "index_finds_it": bool(s) and all(s.get(k) == i.get(k) for k in place),
                 "split_equal": split.get(row_id) == i.get("split"),
             }
@@ -69,6 +71,7 @@ def join_rows(rows: DataFrame, stored: Stored, entries: DataFrame) -> DataFrame:
 def always_there(folder: Path) -> dict[str, int]:
     """EOS and the tokenizer's special tokens, by name."""
     config, tokenizer = (json.loads((folder / n).read_text()) for n in ("config.json", "tokenizer.json"))
+    config |= config.get("text_config") or {}
     eos = config.get("eos_token_id")
     named = {
         str(t["content"]): int(t["id"]) for t in tokenizer.get("added_tokens", []) if t["id"] < config["vocab_size"]

@@ -9,5 +9,5 @@ from stages.targets._checkpoint import read_decoder
 from stages.targets._decoder import Decoder
 
 
-def load(folder: Path, config: dict[str, Any], device: str, dtype: str) -> Decoder:
-    return read_decoder(folder, config, device, dtype, qk_norm=True)
+def load(folder: Path, config: dict[str, Any], device: str, dtype: str, *, stored: bool = False) -> Decoder:
+    return read_decoder(folder, config, device, dtype, qk_norm=True, stored=stored)

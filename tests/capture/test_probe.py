@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stages.capture.probe import ProbeRow, nearest_points, probe_norm, probe_rows, row_faults
+from stages.capture.norm_probe import probe_norm
+from stages.capture.probe import ProbeRow, nearest_points, probe_rows
+from stages.capture.row_faults import row_faults
 from stages.capture.spill import capture_rows
 from stages.contracts.errors import DataError, ParamsError
 from stages.contracts.points import check_points, default_points, name_points
@@ -71,6 +73,16 @@ def test_one_row_of_many_with_other_layers_speaks_for_all(target: Decoder) -> No
     assert tuple(p.nearest_point for p in probe_rows(target, right, POINTS)[:3]) == POINTS
     mixed = probe_rows(target, [right[0], stored(target, (2, 4, 5))[1], right[2]], POINTS)[:3]
     assert [p.nearest_point for p in mixed] == [2, 4, 5] and [p.rows for p in mixed] == [3] * 3
+
+
+def test_a_minority_of_positions_that_are_another_rows_shows_beside_the_median(target: Decoder) -> None:
+    right = probe_rows(target, stored(target), POINTS)
+    assert all(p.claimed_distance <= p.claimed_p99_distance < 8e-3 for p in right)
+    rows = stored(target)
+    rows[1].states[25:] = rows[0].states[5:10]
+    torn = probe_rows(target, rows, POINTS)
+    assert [p.nearest_point for p in torn] == [*POINTS, N] and all(p.claimed_distance < 3e-3 for p in torn)
+    assert all(p.claimed_p99_distance > 0.1 for p in torn)
 
 
 def test_points_are_told_apart_at_other_depths(tmp_path: Path) -> None:
@@ -195,7 +207,8 @@ FAULTS: list[tuple[Callable[[ProbeRow], ProbeRow], dict[str, object]]] = [
     (lambda row: row, {}),
     (_nan, {"nan": 1}),
     (_inf, {"inf": 1}),
-    (_zero, {"zero_states": 30 * 4, "constant_slots": 4}),
+    (_zero, {"zero_states": 30 * 4, "constant_slots": 4, "equal_slots": 3}),
+    (lambda row: row._replace(states=row.states[:, [0, 1, 1, 3]]), {"equal_slots": 1}),
     (_constant, {"constant_slots": 1}),
     (lambda row: row._replace(states=row.states.float()), {"dtype": "float32"}),
     (lambda row: row._replace(input_ids=row.input_ids.roll(1)), {"ids_equal": False}),
@@ -219,6 +232,8 @@ def test_each_fault_of_a_row_shows_in_its_own_column(
         "inf": 0,
         "zero_states": 0,
         "constant_slots": 0,
+        "equal_slots": 0,
+        "copy_of": "none",
         "ids_equal": True,
         "mask_equal": True,
     }

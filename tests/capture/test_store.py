@@ -15,8 +15,9 @@ from safetensors import safe_open
 from stages.capture.rows import FolderPlan
 from stages.capture.spill import batches, capture_rows
 from stages.capture.store import CONFIG, ROWS, RowFolder, RowStore, folder_bytes, write_folder
+from stages.capture.verify import found_digest
 from stages.contracts.errors import DataError
-from stages.contracts.files import canonical, file_digest
+from stages.contracts.files import canonical
 from stages.targets._decoder import Decoder
 from tests import tiny
 from tests.capture.conftest import SPEC, make_plan, make_row
@@ -66,13 +67,14 @@ def test_a_row_is_a_view_of_the_mapped_file(folder: Path) -> None:
 
 def test_digest_and_size_are_those_of_the_file(folder: Path) -> None:
     config = RowFolder(folder).config
-    assert config.rows_digest == file_digest(folder / ROWS)
-    assert config.bytes == (folder / ROWS).stat().st_size == folder_bytes(6, config.tokens, 4, tiny.HIDDEN)
+    assert config.rows_digest == found_digest(folder)
+    assert config.bytes == (folder / ROWS).stat().st_size == folder_bytes(SPEC, make_plan(range(6)).rows)
 
 
 def test_a_token_costs_no_more_than_two_hundredths_above_its_states() -> None:
-    for hidden, tokens in ((576, 64 * 150), (7168, 4096)):
-        assert folder_bytes(64, tokens, 4, hidden) / tokens <= 1.02 * 8 * hidden
+    for hidden, tokens in ((576, 150), (7168, 64)):
+        rows, spec = [make_row(i, tokens) for i in range(64)], SPEC.model_copy(update={"hidden_size": hidden})
+        assert folder_bytes(spec, rows) / (64 * tokens) <= 1.02 * 8 * hidden
 
 
 def test_equal_rows_give_equal_bytes(folder: Path, tmp_path: Path, target: Decoder) -> None:
@@ -163,8 +165,8 @@ FAULTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / CONFIG).unlink(), "No FolderConfig here"),
     (_cut, "cut off or replaced"),
     (_empty, "0 bytes"),
-    (_header_of_noise, "a header that is no JSON object"),
-    (_header_too_long, "a header length of 1099511627776"),
+    (_header_of_noise, "bytes that is none"),
+    (_header_too_long, "a header of 1099511627784 bytes that is none"),
     (_other_shape, ", 2, 99]"),
     (_offsets_that_fall, "offsets that ascend from 0"),
     (_other_config, "128]"),

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from stages.capture.forecast import remember_rate, remembered_rate
+from stages.capture.layout import group_slices, head_bytes, offsets_of
+from stages.capture.quarantine import REASON, link_or_copy
 from stages.capture.rows import FolderPlan
 from stages.capture.spill import capture_rows
 from stages.capture.store import CONFIG, ROWS, RowFolder, write_folder
-from stages.capture.work import WorkCache, link_or_copy
-from stages.contracts.errors import Refusal
+from stages.capture.work import WorkCache
 from stages.targets._decoder import Decoder
-from tests.capture.conftest import SPEC, make_plan
+from tests.capture.conftest import SPEC, bytes_of, make_plan
 
 
 def fill(target: Decoder, cache: WorkCache, plan: FolderPlan) -> int:
     """Finish `plan` in the cache; return how many rows went through the target."""
     missing = cache.missing(plan)
     if not cache.has(plan.row_ids):
+        groups = cache.cut(plan, 64)
         states = cache.states(plan, capture_rows(target, missing, SPEC.points, 64))
-        cache.note(write_folder(cache.path(plan.row_ids), plan, SPEC, states))
+        cache.note(write_folder(cache.path(plan.row_ids), plan, SPEC, states, groups))
     return len(missing)
 
 
@@ -57,52 +61,132 @@ def test_another_capture_spec_shares_nothing(target: Decoder, tmp_path: Path) ->
         assert len(WorkCache(SPEC.model_copy(update=changes), tmp_path).missing(make_plan(range(3)))) == 3
 
 
+def flip(file: Path, at: int) -> None:
+    """Another byte at `at`, in place, so that every link sees it."""
+    with file.open("r+b") as handle:
+        handle.seek(at)
+        byte = handle.read(1)[0]
+        handle.seek(at)
+        handle.write(bytes([byte ^ 4]))
+
+
+def group_place(folder: Path, group: int) -> int:
+    """A byte of a folder's row group."""
+    return [slices[0][0] + 7 for _, slices in group_slices(RowFolder(folder).config)][group]
+
+
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_flipped_byte_is_refused_whether_the_folder_or_a_row_of_it_is_wanted(
+def test_a_flipped_byte_costs_its_row_group_whether_the_folder_or_a_row_of_it_is_wanted(
     target: Decoder, tmp_path: Path, whole: bool
 ) -> None:
-    cache = WorkCache(SPEC, tmp_path)
-    plan = make_plan(range(4))
+    plan, cache = make_plan(range(9)), WorkCache(SPEC, tmp_path / "states")
     fill(target, cache, plan)
     path = cache.path(plan.row_ids)
-    data = bytearray((path / ROWS).read_bytes())
-    data[len(data) // 2] ^= 4
-    (path / ROWS).write_bytes(bytes(data))
-    cache = WorkCache(SPEC, tmp_path)
-    with pytest.raises(Refusal, match="work cache is damaged") as error:
-        cache.link(plan, tmp_path / "out") if whole else fill(target, cache, make_plan(range(3, 6)))
-    assert f"`rm -r {path}`" in error.value.do and "dvc repro extract" in error.value.do
-    assert error.value.expected.startswith("sha256:") and error.value.got.startswith("sha256:")
-    assert error.value.expected != error.value.got and not (tmp_path / "out").exists()
+    good, groups = (path / ROWS).read_bytes(), RowFolder(path).config.groups
+    assert len(groups) > 2
+    flip(path / ROWS, group_place(path, 1))
+    bad = (path / ROWS).read_bytes()
+    cache, wanted = WorkCache(SPEC, tmp_path / "states"), plan if whole else make_plan(range(2, 12))
+    (damage,) = cache.heal([wanted])
+    rows = plan.rows[groups[1].start : groups[1].end]
+    assert damage.row_ids == tuple(row.row_id for row in rows)
+    assert damage.rows == (groups[1].start, groups[1].end) and damage.where.startswith(f"{path.name}/{ROWS}: row")
+    new = [] if whole else [row.row_id for row in wanted.rows[7:]]
+    lost = [row.row_id for row in rows if row.row_id in wanted.row_ids]
+    assert [row.row_id for row in cache.missing(wanted)] == lost + new and not cache.has(plan.row_ids)
+    fill(target, cache, wanted)
+    if whole:
+        assert (path / ROWS).read_bytes() == good
+    (kept,) = (tmp_path / "quarantine").iterdir()
+    assert (kept / ROWS).read_bytes() == bad and json.loads((kept / REASON).read_text())[0]["got"] == damage.got
 
 
-def test_what_the_refusal_says_to_do_mends_it_and_costs_only_that_folder(target: Decoder, tmp_path: Path) -> None:
-    import shutil
+def test_a_damaged_header_costs_no_row(target: Decoder, tmp_path: Path) -> None:
+    plan, cache = make_plan(range(9)), WorkCache(SPEC, tmp_path / "states")
+    fill(target, cache, plan)
+    rows = cache.path(plan.row_ids) / ROWS
+    good = rows.read_bytes()
+    head = head_bytes(SPEC, offsets_of(plan.rows, SPEC.form))
+    for at in (3, 60, len(head) - 20):  # its length, its text, the offsets
+        flip(rows, at)
+        cache = WorkCache(SPEC, tmp_path / "states")
+        (damage,) = cache.heal([plan])
+        assert "header or offsets" in damage.what and damage.rows is None
+        assert fill(target, cache, plan) == 0 and rows.read_bytes() == good
 
-    cache = WorkCache(SPEC, tmp_path)
-    for part in (range(4), range(4, 8)):
-        fill(target, cache, make_plan(part))
-    shutil.rmtree(cache.path(make_plan(range(4)).row_ids))
-    cache = WorkCache(SPEC, tmp_path)
-    assert [fill(target, cache, make_plan(part)) for part in (range(4), range(4, 8))] == [4, 0]
 
-
-@pytest.mark.parametrize("damage", ["config cut", "config of other rows", "rows cut"])
-def test_a_damaged_cache_folder_is_refused_by_name(target: Decoder, tmp_path: Path, damage: str) -> None:
-    cache = WorkCache(SPEC, tmp_path)
+@pytest.mark.parametrize("damage", ["config cut", "config of other rows", "rows cut", "a digest of the config"])
+def test_a_folder_that_cannot_be_relied_on_is_set_aside_and_computed_again(
+    target: Decoder, tmp_path: Path, damage: str
+) -> None:
+    cache = WorkCache(SPEC, tmp_path / "states")
     plan, other = make_plan(range(3)), make_plan(range(3, 6))
     for p in (plan, other):
         fill(target, cache, p)
-    path = cache.path(plan.row_ids)
+    path, good = cache.path(plan.row_ids), bytes_of(tmp_path / "states")
     if damage == "config cut":
         (path / CONFIG).write_bytes((path / CONFIG).read_bytes()[:100])
     elif damage == "config of other rows":
         (path / CONFIG).write_bytes((cache.path(other.row_ids) / CONFIG).read_bytes())
+    elif damage == "a digest of the config":
+        config = RowFolder(path).config
+        config.model_copy(update={"rows_digest": "sha256:0"}).write(path / CONFIG)
     else:
         (path / ROWS).write_bytes((path / ROWS).read_bytes()[:-1])
-    with pytest.raises(Refusal, match="work cache is damaged") as error:
-        WorkCache(SPEC, tmp_path).link(plan, tmp_path / "out")
-    assert f"`rm -r {path}`" in error.value.do
+    cache = WorkCache(SPEC, tmp_path / "states")
+    assert cache.heal([plan, other]) and all(d.folder == path.name for d in cache.damages)
+    computed = 0 if damage == "a digest of the config" else 3
+    assert [fill(target, cache, p) for p in (plan, other)] == [computed, 0]
+    assert bytes_of(tmp_path / "states") == good
+    (kept,) = (tmp_path / "quarantine").iterdir()
+    assert (kept / REASON).exists() and (kept / CONFIG).exists()
+
+
+def test_rows_lost_in_one_folder_are_taken_from_another(target: Decoder, tmp_path: Path) -> None:
+    cache = WorkCache(SPEC, tmp_path / "states")
+    for part in (range(5), range(3, 9)):
+        fill(target, cache, make_plan(part))
+    first = cache.path(make_plan(range(5)).row_ids)
+    (first / ROWS).write_bytes(b"gone")
+    cache = WorkCache(SPEC, tmp_path / "states")
+    cache.heal([make_plan(range(5))])
+    assert [row.row_id for row in cache.missing(make_plan(range(5)))] == list(make_plan(range(3)).row_ids)
+
+
+def test_folders_that_stand_in_the_output_alone_are_taken_in(target: Decoder, tmp_path: Path) -> None:
+    plan, cache = make_plan(range(4)), WorkCache(SPEC, tmp_path / "states")
+    fill(target, cache, plan)
+    cache.link(plan, tmp_path / "out")
+    shutil.rmtree(tmp_path / "states")
+    cache = WorkCache(SPEC, tmp_path / "states")
+    assert cache.take_in(tmp_path / "out") == 1 and cache.take_in(tmp_path / "out") == 0
+    assert not cache.heal([plan]) and fill(target, cache, plan) == 0
+    other = WorkCache(SPEC.model_copy(update={"points": (2, 3, 4)}), tmp_path / "states")
+    assert other.take_in(tmp_path / "out") == 0
+
+
+def test_a_damaged_copy_in_the_output_is_kept_before_it_is_replaced_and_a_sound_one_is_linked(
+    target: Decoder, tmp_path: Path
+) -> None:
+    plan, cache = make_plan(range(4)), WorkCache(SPEC, tmp_path / "states")
+    fill(target, cache, plan)
+    cache.link(plan, tmp_path / "out")
+    rows = tmp_path / "out" / plan.name / ROWS
+    data = rows.read_bytes()
+    rows.unlink()
+    rows.write_bytes(data)  # a copy: another inode
+    cache.link(plan, tmp_path / "out")
+    assert os.path.samefile(rows, cache.path(plan.row_ids) / ROWS) and not cache.damages
+    was = rows.stat().st_ctime_ns
+    cache.link(plan, tmp_path / "out")
+    assert rows.stat().st_ctime_ns == was, "a link that stands is left alone"
+    rows.unlink()
+    rows.write_bytes(data)
+    flip(rows, 2000)
+    cache.link(plan, tmp_path / "out")
+    assert rows.read_bytes() == data and cache.damages[0].folder == plan.name
+    (kept,) = (tmp_path / "quarantine").iterdir()
+    assert kept.name.startswith(plan.name) and (kept / ROWS).read_bytes() != data
 
 
 def test_a_linked_folder_shares_its_bytes_and_read_only_files_are_no_hindrance(target: Decoder, tmp_path: Path) -> None:
@@ -172,21 +256,25 @@ def test_a_folder_whose_rows_were_deleted_is_computed_again(target: Decoder, tmp
     assert fill(target, WorkCache(SPEC, tmp_path), plan) == 3
 
 
-def test_bytes_that_the_dvc_cache_shares_have_to_go_there_too(
+def test_bytes_that_the_dvc_cache_shares_go_there_too(
     target: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    cache = WorkCache(SPEC)
-    plan = make_plan(range(3))
+    cache, plan = WorkCache(SPEC), make_plan(range(3))
     fill(target, cache, plan)
     rows = cache.path(plan.row_ids) / ROWS
     Path(".dvc/cache/files").mkdir(parents=True)
     os.link(rows, ".dvc/cache/files/0a")
-    data = rows.read_bytes()
-    with rows.open("r+b") as file:
-        file.write(bytes(reversed(data)))
-    with pytest.raises(Refusal) as error:
-        WorkCache(SPEC).link(plan, tmp_path / "out")
-    command = error.value.do.split("`")[1]
-    subprocess.run(command, shell=True, check=True)
-    assert not rows.exists() and not Path(".dvc/cache/files/0a").exists()
+    Path(".dvc/cache/files/0b").write_bytes(b"another file")
+    flip(rows, 1000)
+    assert WorkCache(SPEC).heal([plan])
+    assert [p.name for p in Path(".dvc/cache/files").iterdir()] == ["0b"]
+    assert len(list(Path(".cache/quarantine").glob(f"*/{ROWS}"))) == 1
+
+
+def test_a_rate_is_remembered_by_device_and_a_damaged_note_of_it_is_none(tmp_path: Path) -> None:
+    assert remembered_rate(tmp_path, "cpu") is None
+    remember_rate(tmp_path, "cpu", 12.5)
+    assert remembered_rate(tmp_path, "cpu") == 12.5 and remembered_rate(tmp_path, "an accelerator") is None
+    (tmp_path / "rate.json").write_text("12")
+    assert remembered_rate(tmp_path, "cpu") is None

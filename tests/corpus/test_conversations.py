@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
 import pytest
 
 from stages.contracts.errors import DataError
-from stages.corpus import conversations
-from stages.corpus.conversations import check_turns, json_lines, prompt_of
+from stages.corpus import formats
+from stages.corpus.conversations import check_turns, prompt_of
 from stages.corpus.items import Item, Reject, RowFault
+from stages.corpus.sources import read_files
 
 U, A = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 
@@ -19,7 +19,7 @@ U, A = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"
 def read(tmp_path: Path, *lines: bytes | object) -> list[Item | Reject]:
     raw = [x if isinstance(x, bytes) else json.dumps(x).encode() + b"\n" for x in lines]
     (tmp_path / "chats.jsonl").write_bytes(b"".join(raw))
-    return list(json_lines(str(tmp_path / "*.jsonl")))
+    return list(read_files(str(tmp_path / "*.jsonl"), only_lines=True))
 
 
 def said(content: str) -> dict[str, str]:
@@ -79,7 +79,7 @@ def test_line_faults_become_rejects_with_their_line_number_and_the_lines_around_
 
 
 def test_a_line_beyond_the_limit_is_passed_over_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(formats, "MAX_LINE_BYTES", 100)
     items = read(tmp_path, {"prompt": "x" * 1000}, {"prompt": "short"})
     assert isinstance(items[0], Reject) and items[0].reason == "line too long"
     assert isinstance(items[1], Item) and items[1].item == "chats.jsonl:2"
@@ -102,8 +102,8 @@ def test_three_layouts_give_the_same_messages(tmp_path: Path) -> None:
     assert [i.messages for i in items if isinstance(i, Item)] == [(U, A)] * 5
     (longer,) = read(tmp_path, {"instruction": "Add.", "input": "1 and 2", "response": "3"})
     assert isinstance(longer, Item) and longer.messages[0]["content"] == "Add.\n\n1 and 2"
-    (unknown,) = read(tmp_path, {"text": "hi"})
-    assert isinstance(unknown, Reject) and unknown.reason == "unknown layout" and "['text']" in unknown.detail
+    (unknown,) = read(tmp_path, {"said": "hi"})
+    assert isinstance(unknown, Reject) and unknown.reason == "unknown layout" and "['said']" in unknown.detail
 
 
 def test_tool_arguments_as_text_and_as_object_are_the_same_and_null_content_is_kept(tmp_path: Path) -> None:
@@ -134,10 +134,10 @@ def test_the_prompt_to_regenerate_ends_before_the_last_answer() -> None:
 
 def test_a_source_without_a_file_stops(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="A source has no file"):
-        list(json_lines(str(tmp_path / "*.jsonl")))
+        list(read_files(str(tmp_path / "*.jsonl"), only_lines=True))
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(DataError, match="A source has no file"):
-        list(json_lines(str(tmp_path / "*.jsonl")))
+        list(read_files(str(tmp_path / "*.jsonl"), only_lines=True))
 
 
 def test_what_json_cannot_hold_is_rejected_wherever_it_stands(tmp_path: Path) -> None:
@@ -170,17 +170,23 @@ def test_what_json_cannot_hold_is_rejected_wherever_it_stands(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("data", "kind", "do"),
     [
-        (gzip.compress(b"{}"), "gzip", "gzip -dk"),
-        (b"PAR1\x15\x04", "parquet", "JSON lines"),
+        (b"PK\x03\x04rest", "a zip archive", "unpack it"),
         ('{"prompt": "x"}'.encode("utf-16"), "UTF-16 text", "iconv -f UTF-16"),
         (b'\xfe\xff\x00{\x00"', "UTF-16 text", "iconv -f UTF-16"),
-        (b'\xef\xbb\xbf\n [{"prompt": "x"}]', "one JSON array", "jq -c '.[]'"),
     ],
-    ids=["gzip", "parquet", "utf-16", "utf-16-be", "array"],
+    ids=["zip", "utf-16", "utf-16-be"],
 )
 def test_a_file_of_another_format_is_named_once(tmp_path: Path, data: bytes, kind: str, do: str) -> None:
     (tmp_path / "chats.jsonl").write_bytes(data)
-    with pytest.raises(DataError, match="file is not JSON lines") as error:
-        list(json_lines(str(tmp_path / "*.jsonl")))
+    with pytest.raises(DataError, match="file is of no format that can be read") as error:
+        list(read_files(str(tmp_path / "*.jsonl")))
     assert error.value.where == str(tmp_path / "chats.jsonl")
     assert error.value.got == kind and do in error.value.do
+
+
+def test_a_source_of_json_lines_alone_refuses_other_files_and_says_how_to_read_them(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_bytes(b'\xef\xbb\xbf\n [{"prompt": "x"}]')
+    with pytest.raises(DataError, match=r"file is not JSON lines[\s\S]*got: *JSON\n[\s\S]*kind: files"):
+        list(read_files(str(tmp_path / "*.jsonl"), only_lines=True))
+    (read_so,) = read_files(str(tmp_path / "*.jsonl"))
+    assert isinstance(read_so, Item) and read_so.item == "chats.jsonl:1"

@@ -17,6 +17,7 @@ from stages.contracts.errors import DataError, ParamsError
 from stages.contracts.files import file_digest
 from stages.contracts.manifest import PREPARED_MANIFEST, PreparedManifest
 from stages.contracts.params import load_params
+from stages.contracts.quality import PREPARED_QUALITY, PreparedQuality, digest_of_rows, token_bin
 from tests.tiny import HIDDEN, LAYERS, POINTS, make_target
 
 EOS = 2
@@ -217,3 +218,185 @@ def test_a_failed_run_leaves_the_last_good_rows(line: dict) -> None:
     with pytest.raises(Exception, match="A source has no file"):
         prepare.main()
     assert manifest().digest() == before and load_params().prepare.seed == 7
+
+
+def files(raw: dict, **changes: object) -> None:
+    """One source of `kind: files` with its answers, in place of both."""
+    raw["prepare"]["sources"] = [
+        {"name": "given", "kind": "files", "path": "rows.*", "domain": "coding", "licence": "own", "answers": "given", "limit": 99}
+        | changes
+    ]  # fmt: skip
+    write(raw)
+
+
+TALK = [(f"Say {i} and {i * 7}, will you", f"It is {i} and then some.") for i in range(10)]
+SHAPES = {
+    "openai": lambda q, a: {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]},
+    "sharegpt": lambda q, a: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]},
+    "alpaca": lambda q, a: {"instruction": q, "input": "", "output": a},
+    "prompt_response": lambda q, a: {"prompt": q, "response": a},
+}
+HEAD, MIDDLE = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def rendered(question: str, answer: str) -> dict:
+    start = HEAD + question + MIDDLE
+    return {"text": start + answer + "<|im_end|>", "spans": [[len(start), len(start + answer + "<|im_end|>")]]}
+
+
+def tokens(question: str, answer: str) -> dict:
+    from tokenizers import Tokenizer
+
+    text = rendered(question, answer)["text"]
+    ids = Tokenizer.from_file("target/tokenizer.json").encode(text, add_special_tokens=False).ids
+    answered = len(answer.encode()) + 1
+    return {"input_ids": ids, "labels": [-100] * (len(ids) - answered) + ids[-answered:]}
+
+
+def test_every_shape_gives_the_same_rows_and_accounts_for_all_it_read(line: dict) -> None:
+    found = {}
+    for shape, make in {**SHAPES, "text": rendered, "tokens": tokens}.items():
+        lines = [json.dumps(make(q, a)) for q, a in TALK]
+        lines += [lines[0], '{"said": 1}', json.dumps(make("x" * 250, "too long")), '{"cut']
+        Path("rows.jsonl").write_text("\n".join(lines))
+        files(line)
+        prepare.main()
+        (source,) = manifest().sources
+        assert source.rows_read == 14 == source.rows + sum(source.rejects.values())
+        late = "no supervised pair" if source.rejects.get("no supervised pair") else "prompt too long"
+        assert source.rejects == {"duplicate prompt": 1, "line cut off": 1, late: 1, "unknown layout": 1}
+        assert source.shapes == {f"{shape} in JSON lines": 12}
+        assert (
+            Counter(r["reason"] for r in pq.read_table("data/prepared/rejects.parquet").to_pylist()) == source.rejects
+        )
+        found[shape] = [(r["row_id"], r["prompt_id"], r["split"]) for r in rows("given")]
+    assert len({tuple(f) for f in found.values()}) == 1
+
+
+def test_rows_that_stand_ready_without_a_mask_are_not_guessed_at(line: dict) -> None:
+    ready = [{"text": rendered(*TALK[0])["text"]}, {"input_ids": tokens(*TALK[1])["input_ids"]}]
+    ready += [tokens(*TALK[2]), {"input_ids": [1, 9999], "loss_mask": [0, 1]}, {"input_ids": []}]
+    ready += [{"input_ids": [5, 6], "loss_mask": [1, 1]}]
+    Path("rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ready))
+    files(line)
+    prepare.main()
+    (source,) = manifest().sources
+    assert source.rows == 1 and source.rejects == {
+        "foreign token id": 1,
+        "no loss mask": 2,
+        "no prompt": 1,
+        "no tokens": 1,
+    }
+    files(line, answers="regenerate")
+    prepare.main()
+    (source,) = manifest().sources
+    assert source.rows == 3 and all(r["on_policy"] for r in rows("given"))
+
+
+def test_what_was_read_is_told(line: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare.main()
+    assert "given: 13 openai in JSON lines" in capsys.readouterr().out
+
+
+def ids_by_prompt() -> dict[str, str]:
+    return {r["prompt_id"]: r["row_id"] for r in rows("given")}
+
+
+def test_a_shuffled_or_grown_source_gives_the_same_rows_for_what_did_not_change(line: dict) -> None:
+    lines = [json.dumps(SHAPES["openai"](q, a)) for q, a in TALK]
+    lines += [json.dumps(SHAPES["openai"](TALK[3][0], "Another answer to the same.")), lines[4]]
+    Path("rows.jsonl").write_text("\n".join(lines))
+    files(line)
+    prepare.main()
+    before = ids_by_prompt()
+    Path("rows.jsonl").write_text("\n".join([*lines[7:], *lines[:7]][::-1]))
+    prepare.main()
+    assert ids_by_prompt() == before and len(before) == 10
+    more = [json.dumps(SHAPES["openai"](f"Something new {i}?", "Yes, new.")) for i in range(5)]
+    Path("rows.jsonl").write_text("\n".join([*lines, *more]))
+    prepare.main()
+    assert before.items() <= ids_by_prompt().items() and len(ids_by_prompt()) == 15
+
+
+def test_near_duplicates_are_dropped_or_counted_by_policy(line: dict) -> None:
+    long = " ".join(f"w{i}" for i in range(30))
+    asked = [f"{long} ending {i}" for i in range(4)] + [q for q, _ in TALK]
+    Path("rows.jsonl").write_text("\n".join(json.dumps(SHAPES["openai"](q, "It is so.")) for q in asked))
+    files(line)
+    line["prepare"]["held_out_share"] = 0.0001  # else leaks go first
+    write(line)
+    prepare.main()
+    quality = PreparedQuality.read(PREPARED_QUALITY)
+    named = {r["row_id"] for r in rows("given")}
+    assert quality.near_duplicates >= 3 and {n for s in quality.nearest for n in (s.row_id, s.other)} <= named
+    line["prepare"]["near_duplicates"] = "drop"
+    write(line)
+    prepare.main()
+    (source,) = manifest().sources
+    assert source.rejects["near duplicate"] == quality.near_duplicates
+    assert PreparedQuality.read(PREPARED_QUALITY).near_duplicates == 0
+    details = [r["detail"] for r in pq.read_table("data/prepared/rejects.parquet").to_pylist()]
+    assert {d.split(" like ")[1] for d in details} <= {r["prompt_id"] for r in rows("given")}
+
+
+def test_training_rows_that_hold_a_benchmark_prompt_are_rejected_and_named(line: dict) -> None:
+    Path("rows.jsonl").write_text("\n".join(json.dumps(SHAPES["openai"](q, a)) for q, a in TALK))
+    files(line)
+    prepare.main()
+    train = next(r for r in rows("given") if r["split"] == "train")
+    question = json.loads(train["messages"])[0]["content"].upper()
+    Path("exam.jsonl").write_text(json.dumps({"question": question}) + "\n")
+    line["prepare"]["benchmark_prompts"] = ["exam.jsonl"]
+    write(line)
+    prepare.main()
+    (reject,) = pq.read_table("data/prepared/rejects.parquet").to_pylist()
+    assert reject["reason"] == "leaks a held-out prompt" and reject["prompt_id"] == train["prompt_id"]
+    assert reject["detail"] == "shares its text with benchmark prompt exam.jsonl:1"
+    Path("exam.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="A file of benchmark prompts holds none"):
+        prepare.main()
+
+
+def test_weights_draw_the_shares_of_rows_and_count_what_they_leave_out(line: dict) -> None:
+    for source, weight in zip(line["prepare"]["sources"], (3, 1), strict=True):
+        source["weight"] = weight
+    line["prepare"]["repetitive"] = "keep"
+    write(line)
+    prepare.main()
+    asked, given = manifest().sources
+    assert (asked.rows, given.rows) == (12, 4) and given.rejects["beyond its weight"] == 6
+    shares = {s.source: (s.rows, s.weight) for s in PreparedQuality.read(PREPARED_QUALITY).sources}
+    assert shares == {"asked": (12, 3.0), "given": (4, 1.0)}
+    del line["prepare"]["sources"][0]["weight"]
+    write(line)
+    with pytest.raises(ParamsError, match=r"sources without a weight beside sources with one: \['asked'\]"):
+        prepare.main()
+
+
+def test_figures_of_the_rows_stand_beside_them_and_name_them_by_digest(line: dict) -> None:
+    prepare.main()
+    quality = PreparedQuality.read(PREPARED_QUALITY)
+    assert quality.rows_digest == digest_of_rows(manifest())
+    for found, source in zip(
+        sorted(quality.domains, key=lambda d: d.domain != "general"), manifest().sources, strict=True
+    ):
+        assert (found.rows, found.tokens, found.supervised_tokens) == (
+            source.rows,
+            source.tokens,
+            source.supervised_tokens,
+        )
+        assert sum(found.lengths) == source.rows and sum(found.token_bins) == source.supervised_tokens
+    supervised = [i for r in rows("given") for i, m in zip(r["input_ids"], r["loss_mask"], strict=True) if m]
+    counted = Counter(map(token_bin, supervised))
+    coding = next(d for d in quality.domains if d.domain == "coding")
+    assert {i: n for i, n in enumerate(coding.token_bins) if n} == counted
+
+
+def test_a_manifest_without_files_has_the_bytes_it_had_before_shapes_were_counted() -> None:
+    from tests.gates.passing import prepared
+
+    text = prepared().canonical().decode()
+    assert "shapes" not in text and "extra_rows" not in text
+    counted = prepared().sources[0].model_copy(update={"shapes": {"openai in JSON lines": 3}})
+    assert counted.digest() != prepared().sources[0].digest()
+    assert PreparedManifest.model_validate_json(prepared().canonical()) == prepared()

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from stages.corpus.quality import has_supervised_pair, normalised, prompt_overlap, prompt_text, repeats_itself
+from stages.corpus.grams import (
+    LEAK_WORDS,
+    Grams,
+    KeptApart,
+    LeakIndex,
+    grams,
+    grams_of_rows,
+    joined,
+    word_hashes,
+    words_of,
+)
+from stages.corpus.near import NEAR_WORDS, Signatures
+from stages.corpus.quality import has_supervised_pair, prompt_words, repeats_itself
 from stages.corpus.split import prompt_id, row_id, split_of
 
 
@@ -42,29 +56,88 @@ def test_a_pair_needs_two_neighbours() -> None:
     assert has_supervised_pair([0, 1, 1])
 
 
-def test_equal_prompts_overlap_whatever_their_case_spacing_and_punctuation() -> None:
-    found = prompt_overlap({"h": normalised("Why is\n the sky BLUE?")}, {"t": normalised("why is the sky  blue")})
-    assert found["h"].train == "t" and found["h"].share == 1.0
+def leak(tmp_path: Path, held: dict[str, str], *train: str) -> dict[int, tuple[str, float]]:
+    apart = KeptApart(tmp_path / "grams")
+    for name, text in held.items():
+        apart.add(name, of(text))
+    return LeakIndex(apart).shared(*joined(of(text) for text in train))
 
 
-def test_a_prompt_held_within_a_longer_one_overlaps_and_an_unlike_one_does_not() -> None:
+def of(text: str, n: int = LEAK_WORDS) -> Grams:
+    return grams(word_hashes(words_of(text)), n)
+
+
+def test_equal_prompts_leak_whatever_their_case_spacing_and_punctuation(tmp_path: Path) -> None:
+    assert leak(tmp_path, {"h": "Why is\n the sky BLUE?"}, "why is the sky  blue") == {0: ("h", 1.0)}
+
+
+def test_a_prompt_held_within_a_longer_one_leaks_and_an_unlike_one_does_not(tmp_path: Path) -> None:
     held = "write a function that returns the sum of all even numbers in a list"
-    train = {"a": f"please {held} and test it", "b": "write a function that reverses every word of a given text"}
-    assert prompt_overlap({"h": held}, train)["h"].train == "a"
-    assert prompt_overlap({"h": held}, {"b": train["b"]}) == {}
+    unlike = "write a function that reverses every word of a given text"
+    assert leak(tmp_path, {"h": held}, unlike, f"please {held} and test it") == {1: ("h", 1.0)}
 
 
-def test_the_nearest_training_prompt_is_named() -> None:
+def test_the_prompt_given_away_most_is_named_and_below_four_fifths_none(tmp_path: Path) -> None:
     held = " ".join(f"w{i}" for i in range(20))
+    most = " ".join(f"w{i}" for i in range(18)) + " something else"
     half = " ".join(f"w{i}" for i in range(12)) + " something else"
-    found = prompt_overlap({"h": held}, {"half": half, "all": held})
-    assert (found["h"].train, found["h"].share) == ("all", 1.0)
-    assert 0.3 < prompt_overlap({"h": held}, {"half": half})["h"].share < 0.5
+    found = leak(tmp_path, {"most": most, "all": held}, held, half, most)
+    assert found == {0: ("all", 1.0), 2: ("most", 1.0)}
 
 
-def test_the_text_of_a_prompt_is_what_the_user_says_before_the_first_answer() -> None:
+def test_the_index_finds_what_counting_every_pair_finds(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    base = [[draw.choice("abcdefghijklmnop") * 2 + str(draw.randrange(30)) for _ in range(40)] for _ in range(40)]
+
+    def near(text: list[str]) -> str:
+        changed = list(text)
+        for _ in range(draw.randrange(4)):
+            changed[draw.randrange(40)] = "new"
+        return " ".join(changed)
+
+    held = {f"h{i}": " ".join(text) for i, text in enumerate(base)}
+    train = [near(text) for text in base]
+    found = leak(tmp_path, held, *train)
+    sets = [set(of(text).tolist()) for text in held.values()]
+    for row, text in enumerate(train):
+        own = set(of(text).tolist())
+        best = max(len(s & own) / len(s) for s in sets)
+        assert found.get(row, ("", 0.0))[1] == (best if best >= 0.8 else 0.0)
+    assert 5 < len(found) < 40
+
+
+def test_grams_of_many_texts_are_those_of_each() -> None:
+    draw = random.Random(5)
+    texts = [" ".join(draw.choices("abcdef", k=draw.choice([0, 1, 4, 8, 9, 40]))) for _ in range(60)]
+    for n in (LEAK_WORDS, NEAR_WORDS):
+        together = grams_of_rows([word_hashes(words_of(t)) for t in texts], n)
+        assert [g.tolist() for g in together] == [of(t, n).tolist() for t in texts]
+    assert [len(g) for g in grams_of_rows([word_hashes([]), word_hashes(["a"])], 8)] == [0, 1]
+    assert grams_of_rows([], 8) == []
+
+
+def test_text_without_spaces_is_compared_by_character() -> None:
+    assert words_of("天空为什么是蓝色的？Why") == [*"天空为什么是蓝色的", "why"]
+    assert len(of("天空为什么是蓝色的")) == 2 and not len(of("?!")) and len(of("one word")) == 1
+
+
+def test_near_duplicates_fall_behind_the_first_in_rank_and_chains_keep_their_third(tmp_path: Path) -> None:
+    words = [f"w{i}" for i in range(80)]
+    one_changed = [*words[:40], "x", *words[41:]]
+    texts = [" ".join(words), "entirely different words stand here in this text of some length", " ".join(one_changed)]
+    signatures = Signatures(tmp_path / "signatures")
+    for i, text in enumerate(texts):
+        signatures.add(of(text, NEAR_WORDS), i)
+    signatures.add(of("?"), 4)
+    signatures.add(of("!"), 5)  # without words, and like nothing
+    (near,) = signatures.near(np.array([9, 1, 2, 3, 4], np.uint64), 0.7)
+    assert (near.row, near.other) == (0, 2) and 0.7 <= near.similarity <= 1
+    assert signatures.near(np.arange(5, dtype=np.uint64), 0.7, np.array([True, True, False, True, True])) == []
+
+
+def test_the_words_of_a_prompt_are_what_the_user_says_before_the_first_answer() -> None:
     turns = [("system", "Be kind."), ("user", "One?"), ("assistant", "1"), ("user", "Two?")]
-    assert prompt_text([{"role": r, "content": c} for r, c in turns]) == "one"
+    assert prompt_words([{"role": r, "content": c} for r, c in turns]) == ["one"]
 
 
 def test_a_prompt_stays_on_its_side_and_the_share_is_kept() -> None:

@@ -117,6 +117,56 @@ def test_a_whole_line_of_the_ledger_that_is_no_entry_is_named(tmp_path: Path) ->
         path.write_text(whole)
 
 
+def _ledger_line(action: str, name: str, before: str | None) -> str:
+    entry = {
+        "at": "2026-01-01T00:00:00Z",
+        "action": action,
+        "release": name,
+        "before": before,
+        "draft": f"sha256:{name}",
+    }
+    return json.dumps(entry) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "at", "words"),
+    [
+        ([("rollback", "a", "b")], 1, '"before": null'),
+        ([("rollback", "a", None)], 1, "nothing to roll back to yet, the releases so far being none"),
+        (
+            [("promote", "a", None), ("rollback", "b", "a")],
+            2,
+            "nothing to roll back to yet, the releases so far being a",
+        ),
+        ([("promote", "a", None), ("promote", "b", "a"), ("rollback", "c", "b")], 3, "a rollback to a"),
+        ([("promote", "a", None), ("promote", "c", "b")], 2, '"before": "a", which the lines above made current'),
+    ],
+)
+def test_a_ledger_whose_lines_do_not_follow_from_one_another_is_refused_in_words(
+    tmp_path: Path, lines: list[tuple[str, str, str | None]], at: int, words: str
+) -> None:
+    write_draft(tmp_path)
+    now = release.promote(tmp_path).name
+    path = tmp_path / "releases/ledger.jsonl"
+    path.write_text("".join(_ledger_line(*line) for line in lines))
+    before = path.read_bytes()
+    for move in (release.rollback, release.promote):
+        with pytest.raises(DataError, match=rf"does not follow(.|\n)*ledger.jsonl: line {at}\n") as error:
+            move(tmp_path)
+        assert words in error.value.expected and lines[at - 1][1] in error.value.got
+        assert "backup" in error.value.do
+    assert path.read_bytes() == before and _pointer(tmp_path) == now
+    assert release.list_releases(tmp_path).count("\n") == len(lines) - 1, "what there is can still be listed"
+
+
+def test_a_ledger_that_names_a_path_for_a_release_is_refused(tmp_path: Path) -> None:
+    write_draft(tmp_path)
+    release.promote(tmp_path)
+    (tmp_path / "releases/ledger.jsonl").write_text(_ledger_line("promote", "../elsewhere", None))
+    with pytest.raises(DataError, match="no entry"):
+        release.rollback(tmp_path)
+
+
 def test_a_pointer_to_a_release_that_is_not_there_is_named(tmp_path: Path) -> None:
     write_draft(tmp_path)
     release.promote(tmp_path)

@@ -12,6 +12,7 @@ import pandas as pd
 from stages.contracts.evidence import Arm
 from stages.contracts.files import Fact
 from stages.contracts.manifest import PreparedManifest
+from stages.contracts.quality import SharedText
 from tests.gates import passing
 
 Change = Callable[[Any], Any]
@@ -130,6 +131,15 @@ def same_prompt(evidence: Any, split: str) -> Any:
     joined = np.concatenate([lines[1]["input_ids"][:12], lines[2]["input_ids"][12:]]).astype(np.int32)
     lines[2] = passing.renamed({**lines[2], "input_ids": joined, "split": split})
     return replace(evidence, rows=pd.DataFrame(lines))
+
+
+def alike(row_id: str, other: str) -> tuple[SharedText, ...]:
+    return (SharedText(row_id=row_id, other=other, share=0.91),)
+
+
+def domain_measured(**values: Any) -> Change:
+    """The domain coding with other figures."""
+    return lambda e: fact("quality", domains=(passing.domain_quality("coding", **values), *e.quality.domains[1:]))(e)
 
 
 TWELVE, EIGHT = (0,) * 12, (1,) * 8
@@ -252,6 +262,7 @@ EXTRACTION = (
             "a source's domain is the one in params.yaml",
             "rows in the file are as many as recorded",
             "supervised tokens are as many as recorded",
+            "data/prepared/quality.json was measured on these rows",
         ),
     ),
     Fault(
@@ -335,6 +346,57 @@ EXTRACTION = (
         "held-out prompts do not share their text with training prompts",
         same_words,
         "1 of 8 held-out prompts",
+    ),
+    Fault(
+        "figures of other rows",
+        "quality",
+        "data/prepared/quality.json was measured on these rows",
+        fact("quality", rows_digest="sha256:other"),
+        "sha256:other against",
+    ),
+    Fault(
+        "near duplicates",
+        "quality",
+        "near duplicates keep below gates.extraction.max_near_duplicate_share",
+        fact("quality", near_duplicates=2, nearest=alike("aaa", "bbb")),
+        "2 of 40 rows: aaa like bbb (0.91)",
+    ),
+    Fault(
+        "benchmark prompt",
+        "quality",
+        "no training row gives away a held-out, out-of-distribution or benchmark prompt",
+        fact("quality", leaks=1, leaking=alike("aaa", "benchmark prompt mmlu.jsonl:3")),
+        "1 training rows: aaa gives away benchmark prompt mmlu.jsonl:3 (0.91)",
+    ),
+    Fault(
+        "one-word answers",
+        "quality",
+        "rows of every domain have enough supervised tokens",
+        domain_measured(supervised_tokens=40),
+        "coding 2, general 8 tokens a row",
+    ),
+    Fault(
+        "another language",
+        "quality",
+        "the domains say what they said in the rows accepted before",
+        domain_measured(token_bins=(0, 80, 0, 40, 40, *(0,) * 1019)),
+        "coding 0.493, general 0 bits",
+    ),
+    Fault(
+        "cut short",
+        "quality",
+        "rows are as long as in the rows accepted before",
+        domain_measured(lengths=(0, 0, 0, 20, *(0,) * 20)),
+        "rows of 8-15 tokens: 20, 16-31 tokens: 20",
+    ),
+    Fault(
+        "mix missed",
+        "quality",
+        "sources give the shares of rows that their weights ask for",
+        lambda e: fact(
+            "quality", sources=(e.quality.sources[0].model_copy(update={"weight": 3.0}), e.quality.sources[1])
+        )(e),
+        "coding 50.0% for 75.0% asked",
     ),
 )
 
@@ -461,6 +523,14 @@ TRAINING = (
     ),
     Fault("NaN", "rows", "states are finite", cell("rows", 3, not_finite=1), ": 1"),
     Fault("constant", "rows", "no slot holds one state for all tokens", cell("rows", 3, constant_slots=1), ": 1"),
+    Fault("one layer twice", "rows", "no slot of a row repeats another", cell("rows", 3, equal_slots=1), ": 1"),
+    Fault(
+        "another row's states",
+        "rows",
+        "no two rows of other tokens have the same states",
+        cell("rows", 3, copy_of="0" * 24),
+        ": " + "0" * 24,
+    ),
     Fault("zeros", "rows", "no token has a state of zeros", cell("rows", 3, zero_states=5), ": 5"),
     Fault(
         "claims",
@@ -493,6 +563,13 @@ TRAINING = (
         "states agree with the target run again at the claimed point",
         cell("slots", 2, claimed_distance=0.02),
         "slot 2: 0.02",
+    ),
+    Fault(
+        "torn row",
+        "slots",
+        "no part of a row lies farther from the target run again than precision explains",
+        cell("slots", 2, claimed_p99_distance=0.6, cause="row ab: A row holds another row's states"),
+        "slot 2: 99 of 100 positions keep to 0.6000 of the target, precision explains 0.008; row ab: A row holds another",
     ),
     Fault(
         "no margin",

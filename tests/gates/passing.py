@@ -37,6 +37,15 @@ from stages.contracts.manifest import (
     TargetIdentity,
 )
 from stages.contracts.params import Params
+from stages.contracts.quality import (
+    LENGTH_BINS,
+    TOKEN_BINS,
+    DomainQuality,
+    PreparedQuality,
+    SourceShare,
+    digest_of_rows,
+)
+from stages.contracts.quality import accept as accepted
 from stages.contracts.release import ReleaseRecord
 from stages.contracts.report import Check, GateReport
 from stages.gates import deployment, extraction, training
@@ -172,6 +181,32 @@ def extraction_evidence() -> extraction.Evidence:
         target=target(),
         template_prefix=PREFIX,
         bos_id=1,
+        quality=prepared_quality(),
+        earlier=accepted(prepared_quality().model_copy(update={"rows_digest": d("before")}), None),
+    )
+
+
+def domain_quality(domain: str, **values: Any) -> DomainQuality:
+    """20 rows of 20 tokens, 8 of them supervised, of two kinds."""
+    lengths, bins = [0] * LENGTH_BINS, [0] * TOKEN_BINS
+    lengths[4], bins[1], bins[2] = ROWS_A_SOURCE, 4 * ROWS_A_SOURCE, 4 * ROWS_A_SOURCE
+    known: dict[str, Any] = {"rows": ROWS_A_SOURCE, "tokens": 20 * ROWS_A_SOURCE, "capped": 10}
+    known |= {"supervised_tokens": 8 * ROWS_A_SOURCE, "lengths": tuple(lengths), "token_bins": tuple(bins)}
+    return DomainQuality(domain=domain, **{**known, **values})
+
+
+def prepared_quality() -> PreparedQuality:
+    return PreparedQuality(
+        rows_digest=digest_of_rows(prepared()),
+        tokenizer_digest=d("tokenizer"),
+        domains=(domain_quality("coding"), domain_quality("general")),
+        sources=tuple(
+            SourceShare(source=n, rows=ROWS_A_SOURCE, supervised_tokens=160, weight=1.0) for n in ("coding", "general")
+        ),
+        near_duplicates=0,
+        nearest=(),
+        leaks=0,
+        leaking=(),
     )
 
 
@@ -241,7 +276,7 @@ def training_evidence() -> training.Evidence:
     ]
     good = {"times_prepared": 1, "times_captured": 1, "times_indexed": 1, "tokens": 20, "stored_tokens": 20}
     good |= {"ids_equal": True, "mask_equal": True, "not_finite": 0, "zero_states": 0, "constant_slots": 0}
-    good |= {"index_finds_it": True, "split_equal": True}
+    good |= {"equal_slots": 0, "copy_of": "none", "index_finds_it": True, "split_equal": True}
     slots = [(f"rows_0-20 slot {i}", p, 0.0016, 0.3) for i, p in enumerate((*POINTS, LAYERS))]
     chain = ("prepared rows of the merged set", "weights that the states were captured from", "points")
     return training.Evidence(
@@ -256,6 +291,9 @@ def training_evidence() -> training.Evidence:
                     "claimed_point": p,
                     "nearest_point": p,
                     "claimed_distance": c,
+                    "claimed_p99_distance": 2 * c,
+                    "p99_limit": 0.008,
+                    "cause": "",
                     "next_best_distance": n,
                     "tokens": 100,
                 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stages import glance
-from stages.contracts.errors import DataError, LineError
+from stages.contracts.errors import DataError
 from stages.contracts.manifest import FolderConfig
 from stages.contracts.report import report_path
 from stages.reporting.facts import read_line
@@ -75,10 +75,10 @@ def test_a_program_gets_json_and_no_heavy_library_is_loaded(tmp_path: Path, repo
     [
         ("data/prepared", "prepared rows", "smollm2"),
         ("data/prepared/stdlib", "prepared rows", "smollm2"),
-        ("data/hidden_states", "hidden states", "after 3, after 16, after 28 of 30 layers"),
-        ("data/hidden_states/rows_0-2", "folder of hidden states", "human_eval"),
+        ("data/hidden_states", "hidden states of this line", "after 3, after 16, after 28 of 30 layers"),
+        ("data/hidden_states/rows_0-2", "folder of hidden states of this line", "human_eval"),
         ("data/merged/manifest.json", "merged rows and states", "after 16"),
-        ("models/draft", "draft", "in_process"),
+        ("models/draft", "draft checkpoint (architecture not named)", "in_process"),
     ],
 )
 def test_a_path_says_what_it_is(tmp_path: Path, path: str, what: str, words: str) -> None:
@@ -92,15 +92,12 @@ def test_a_path_says_what_it_is(tmp_path: Path, path: str, what: str, words: str
         row_ids=("a", "b"),
         tokens=9,
         bytes=99,
+        head_digest="sha256:0",
+        groups=(),
         rows_digest="sha256:0",
     ).write(tmp_path / "data/hidden_states/rows_0-2/data_config.json")
-    facts = glance.describe(tmp_path / path)
-    assert facts["what"] == what and words in json.dumps(facts)
-
-
-def test_a_path_that_says_nothing_is_an_error_with_the_next_step(tmp_path: Path) -> None:
-    with pytest.raises(LineError, match=r"Nothing here says what it is(.|\n)*python -m stages.glance"):
-        glance.describe(tmp_path / "nowhere")
+    told = glance.look(tmp_path / path)
+    assert told.what == what and words in json.dumps(told.as_json())
 
 
 def test_square_brackets_in_names_are_shown_as_they_are(
@@ -148,7 +145,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_told(
 def test_a_record_that_is_a_folder_is_an_error_with_words(tmp_path: Path) -> None:
     (tmp_path / "draft_record.json").mkdir()
     with pytest.raises(DataError, match=r"DraftRecord here cannot be read(.|\n)*Is a directory(.|\n)*ls -ld"):
-        glance.describe(tmp_path)
+        glance.look(tmp_path)
 
 
 def test_outside_the_repository_a_glance_says_so_and_exits_with_2(tmp_path: Path, repo_root: Path) -> None:

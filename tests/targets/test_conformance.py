@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,17 @@ from stages import targets
 from stages.contracts.errors import EngineError
 from stages.targets import load_target
 from stages.targets._decoder import Decoder, Linear
-from tests import tiny
+from tests import latent, tiny
 
 IDS = [1, 30, 40, 50, 60, 70, 80, 90, 100, 9, 8, 7]
 
 
 def make_family(folder: Path, family: str) -> Path:
     """A tiny random target of `family`."""
-    changes: dict[str, object] = {"model_type": family}
+    if family in latent.FAMILIES:
+        scaling = latent.YARN if family != "deepseek_v3" else None
+        return latent.make_target(folder, family, rope_scaling=scaling)
+    changes: dict[str, Any] = {"model_type": family}
     if family == "qwen3":
         changes |= {"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "attention_bias": False}
     tiny.make_target(folder, **changes)
@@ -49,10 +53,24 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
 
 
-def test_every_point_and_the_logits_are_those_of_transformers(folder: Path, target: Decoder) -> None:
+def reference(folder: Path, aside: Path) -> Any:
+    """The same weights in transformers; Kimi's text models as what they are there, DeepSeek-V3."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"].startswith("kimi"):
+        aside.mkdir()
+        told = config.get("text_config", config) | {"model_type": "deepseek_v3"}
+        (aside / "config.json").write_text(json.dumps(told))
+        tensors = load_file(folder / "model.safetensors")
+        plain = {n.removeprefix("language_model."): t for n, t in tensors.items() if not n.startswith("vision")}
+        save_file(plain, aside / "model.safetensors", metadata={"format": "pt"})
+        folder = aside
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def test_every_point_and_the_logits_are_those_of_transformers(folder: Path, target: Decoder, tmp_path: Path) -> None:
+    model = reference(folder, tmp_path / "plain")
     before_norm: list[torch.Tensor] = []
     model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
     with torch.no_grad():
@@ -143,6 +161,96 @@ def test_rope_scaling_of_llama_3_is_that_of_transformers(tmp_path: Path) -> None
     )
     plain = load_target(folder)
     assert not torch.allclose(plain.logits(plain.packed(ids, [150]).last), theirs, atol=1e-3)
+
+
+YARN = {**latent.YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": latent.YARN},
+        {"rope_scaling": YARN},
+        {"rope_scaling": {**YARN, "beta_fast": 1.0}},
+        {"rope_scaling": {k: v for k, v in YARN.items() if "mscale" not in k}},
+        {"rope_interleave": False},
+        {"q_lora_rank": None},
+        {"n_group": 1, "topk_group": 1},
+        {"norm_topk_prob": False},
+        {"n_shared_experts": 2},
+        {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5},
+    ],
+    ids=str,
+)
+def test_what_a_config_of_deepseeks_kind_may_say_is_what_transformers_computes(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = latent.make_target(tmp_path / "t", **changes)
+    ids = torch.randint(3, 250, (100,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids[None]).logits[0]
+    target = load_target(folder)
+    close(target.logits(target.packed(ids, [100]).last), theirs)
+
+
+def test_yarn_in_a_llama_is_that_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = tiny.make_target(tmp_path / "t", rope_scaling=scaling)
+    ids = torch.randint(3, 250, (150,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids[None]).logits[0]
+    target, plain = load_target(folder), load_target(tiny.make_target(tmp_path / "plain"))
+    ours, unscaled = (t.logits(t.packed(ids, [150]).last) for t in (target, plain))
+    close(ours, theirs)
+    assert not torch.allclose(unscaled, theirs, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"scoring_func": "softmax"}, "config.json: scoring_func"),
+        ({"topk_method": "greedy"}, "config.json: topk_method"),
+        ({"attention_bias": True}, "config.json: attention_bias"),
+        ({"hidden_act": "gelu"}, "config.json: hidden_act"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_its_key(tmp_path: Path, changes: dict[str, Any], where: str) -> None:
+    with pytest.raises(EngineError, match="not computed here") as error:
+        load_target(latent.make_target(tmp_path / "t", **changes))
+    assert error.value.where == where and "extract with engine sglang" in error.value.do
+
+
+def test_kimis_text_model_is_the_one_within_transformers_own_larger_model(tmp_path: Path) -> None:
+    from transformers import Kimi_K25ForConditionalGeneration
+
+    folder = latent.make_target(tmp_path / "t", "kimi_k25", rope_scaling=latent.YARN)
+    model = Kimi_K25ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs: Any = model(input_ids=torch.tensor([IDS]), output_hidden_states=True)
+    target = load_target(folder)
+    ours = target.packed(torch.tensor(IDS), [len(IDS)], range(tiny.LAYERS))
+    for point in range(tiny.LAYERS):
+        close(ours.states[point], theirs.hidden_states[point][0])
+    close(target.logits(ours.last), theirs.logits[0])
+
+
+def test_a_figure_that_the_config_lacks_is_named(tmp_path: Path) -> None:
+    folder = latent.make_target(tmp_path / "t")
+    config = json.loads((folder / "config.json").read_text())
+    del config["routed_scaling_factor"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match="does not say all that this family needs") as error:
+        load_target(folder)
+    assert error.value.expected == "routed_scaling_factor"
+
+
+def test_kimis_text_model_is_identified_by_its_own_sizes_under_the_larger_models_name(tmp_path: Path) -> None:
+    identity = targets.identify_target(latent.make_target(tmp_path / "t", "kimi_k25"), "kimi")
+    assert (identity.model_type, identity.layers, identity.hidden_size, identity.vocab_size) == ("kimi_k25", 6, 64, 259)
 
 
 def test_an_unknown_family_is_named_beside_those_there_are(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""AngelSlim: rows_{s}-{s+5000}/data_{i}.ckpt.
+
+A sample (torch.save): input_ids [1, L], loss_mask [1, L], hidden_states [1, L, 3H] (the auxiliary states), target_hiddens
+[1, L, H] (the last, after the final norm with its transformers backend).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stages.bridges.kinds import ForeignRow, Look, StoreFile, StoreKind
+
+SAMPLE = re.compile(r"data_(?P<index>\d+)\.ckpt")
+SIDE_FILES: frozenset[str] = frozenset()
+CONFIG = ""
+
+
+def recognise(look: Look) -> StoreKind | None:
+    if not look.fits(SAMPLE) or "target_hiddens" not in look.names.keys:
+        return None
+    # numbered as SpecForge does: the output of a 0-based layer, hidden_states[id + 1] of transformers
+    return StoreKind("angelslim", "any", None, "after_final_norm", "rows_{s}-{s+5000}/data_{i}.ckpt", "specforge")
+
+
+def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[ForeignRow]:
+    """The one row of data_{i}.ckpt.
+
+    Raises:
+        DataError: a part is missing, or parts do not fit each other.
+    """
+    from stages.bridges._rows import demand_keys, make_row, split, states
+
+    demand_keys(sample, ("input_ids", "hidden_states", "target_hiddens"), path)
+    last = states(sample["target_hiddens"], "target_hiddens", path)
+    aux = states(sample["hidden_states"], "hidden_states", path)
+    parts = split(aux, max(aux.shape[-1] // max(last.shape[-1], 1), 1), "hidden_states", path)
+    ids, mask = sample["input_ids"], sample.get("loss_mask")
+    assert file.index is not None
+    yield make_row(file.index, file.path, path, ids=ids, mask=mask, aux=parts, last=last, padded=True)
+
+
+def layer_ids(config: dict[str, Any]) -> list[int] | None:
+    """Nothing beside the samples says which layers they are of."""
+    return None

@@ -1,0 +1,71 @@
+"""What crossed the border between this line and another tool's store: adopted from one, or handed over to one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from stages.contracts.files import Fact
+from stages.contracts.manifest import HIDDEN_STATES
+
+ADOPTION = HIDDEN_STATES / "adopted.json"
+HANDED_OVER = "handed_over.json"
+
+
+class AdoptionRecord(Fact):
+    """data/hidden_states/adopted.json, only there when states were adopted.
+
+    layer_ids: as written, in the dialect `numbering`, by the store's configs or by params.yaml; points: what they mean;
+    rows: prepared rows whose states come from the store; extracted_rows: those that it lacks and the target made;
+    unused_rows: of the store, that are no prepared row; doubled_rows: of the store, whose tokens stand in an earlier file;
+    cut_rows: prepared rows that the store has without their last token; differing_masks and absent_masks: adopted rows
+    whose stored mask is another than the prepared one, which was taken, or is not there; padded_rows: whose padding was
+    left out; dtypes: rows by the dtype of their states, which are stored here in bfloat16; faulty: files that were left
+    aside, with the reason; strange_files: files that are no samples.
+    """
+
+    version: Literal[1] = 1
+    tool: str
+    era: str
+    tool_versions: tuple[str, ...]
+    store_fingerprint: str
+    numbering: str
+    layer_ids: tuple[int, ...]
+    layer_ids_from: Literal["store", "params"]
+    points: tuple[int, ...]
+    last_state_from: Literal["store", "params"]
+    files: int
+    rows: int
+    extracted_rows: int
+    unused_rows: int
+    doubled_rows: int
+    cut_rows: int
+    padded_rows: int
+    differing_masks: int
+    absent_masks: int
+    dtypes: dict[str, int]
+    faulty: dict[str, str]
+    strange_files: int
+
+
+class HandOver(Fact):
+    """handed_over.json at the root of a store written for another tool. held_out_rows: rows that were not trained on
+    here; layer_ids: the points in `numbering`, with the last one where that tool writes it; last_state: where it stands."""
+
+    version: Literal[1] = 1
+    format: str
+    merged_digest: str
+    target: str
+    points: tuple[int, ...]
+    numbering: str
+    layer_ids: tuple[int, ...]
+    last_state: Literal["before_final_norm", "after_final_norm"]
+    train_rows: int
+    held_out_rows: int
+    tokens: int
+    draft_vocab_size: int
+    how_to_train: str
+
+    @classmethod
+    def path(cls, root: Path) -> Path:
+        return root / HANDED_OVER

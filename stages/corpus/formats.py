@@ -1,0 +1,190 @@
+"""Files of rows, recognised by their bytes: JSON lines, JSON, Parquet and Arrow, plain or packed with gzip or zstd.
+
+Files are streamed: what is held is one row (or one batch of a column file), never the file. A row that cannot be read comes
+out as a RowFault with its number, and the rows around it pass; a file that is none at all stops the run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal
+
+from stages.contracts.errors import DataError
+from stages.corpus.items import RowFault
+from stages.corpus.json_values import Record, elements, no_number, sound
+from stages.corpus.places import Blob
+
+Format = Literal["JSON lines", "JSON", "Parquet", "Arrow"]
+
+MAX_LINE_BYTES = 16 << 20  # one row is held in memory, not the file
+_HEAD_BYTES = 1 << 16
+_BATCH_ROWS = 256
+_BOM = b"\xef\xbb\xbf"
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_FOREIGN = (
+    (b"\xff\xfe", "UTF-16 text", "`iconv -f UTF-16 -t UTF-8 FILE > NEW`, and name the new file in `path`"),
+    (b"\xfe\xff", "UTF-16 text", "`iconv -f UTF-16 -t UTF-8 FILE > NEW`, and name the new file in `path`"),
+    (b"PK\x03\x04", "a zip archive", "unpack it, and name the files in `path`"),
+    (b"BZh", "bzip2", "`bunzip2 -k FILE`, and name the unpacked file in `path`"),
+    (b"\xfd7zXZ", "xz", "`unxz -k FILE`, and name the unpacked file in `path`"),
+)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A file under its format; `packed` is how it is compressed, "" when it is not."""
+
+    format: Format
+    packed: Literal["", "gzip", "zstd"]
+    records: Iterator[Record]
+
+    @property
+    def words(self) -> str:
+        return self.format + (f", {self.packed}" if self.packed else "")
+
+
+def open_rows(blob: Blob) -> Opened:
+    """Recognise a file and stream its rows.
+
+    Raises:
+        DataError: it is of no known format; while it is read: it is damaged or cut off in a way that hides how much is missing.
+    """
+    stream = blob.open()
+    head = _peek(stream)
+    packed: Literal["", "gzip", "zstd"] = ""
+    if head.startswith((_GZIP, _ZSTD)):
+        packed = "gzip" if head.startswith(_GZIP) else "zstd"
+        stream = _unpacked(stream, packed)
+        with sound(blob):
+            head = stream.peek(_HEAD_BYTES)[:_HEAD_BYTES]  # type: ignore[attr-defined]
+    if head.startswith((_PARQUET, _ARROW_FILE, _ARROW_STREAM)):
+        if packed:
+            raise _strange(blob, f"a column file packed with {packed}", f"unpack it: `{packed} -dk {blob.where}`")
+        column = "Parquet" if head.startswith(_PARQUET) else "Arrow"
+        return Opened(column, "", _columns(blob, stream, head))
+    for magic, kind, do in _FOREIGN:
+        if head.startswith(magic):
+            new = blob.where + ".utf8"
+            raise _strange(blob, kind, do.replace("FILE", blob.where).replace("NEW", new))
+    if _is_one_value(head):
+        return Opened("JSON", packed, elements(blob, stream, MAX_LINE_BYTES))
+    return Opened("JSON lines", packed, _lines(blob, stream))
+
+
+def _peek(stream: BinaryIO) -> bytes:
+    head = stream.read(_HEAD_BYTES)
+    stream.seek(0)
+    return head
+
+
+def _unpacked(stream: BinaryIO, packed: str) -> io.BufferedReader:
+    if packed == "gzip":
+        return io.BufferedReader(gzip.GzipFile(fileobj=stream), _HEAD_BYTES)
+    import pyarrow as pa
+
+    inner: Any = pa.CompressedInputStream(pa.PythonFile(stream, "r"), "zstd")
+    return io.BufferedReader(inner, _HEAD_BYTES)
+
+
+def _strange(blob: Blob, got: str, do: str) -> DataError:
+    return DataError(
+        "A source's file is of no format that can be read",
+        where=blob.where,
+        expected="JSON lines, JSON, Parquet or Arrow; the first two plain or packed with gzip or zstd",
+        got=got,
+        do=do,
+    )
+
+
+def _is_one_value(head: bytes) -> bool:
+    """Whether text is JSON laid out over lines (an array, an indented object), not an object a line."""
+    text = head.removeprefix(_BOM).lstrip()
+    if not text.startswith((b"[", b"{")):
+        return False
+    first, newline, rest = text.partition(b"\n")
+    if text.startswith(b"["):
+        try:
+            json.loads(first)
+        except ValueError:
+            return True
+        return not rest.strip()  # a whole array on its line: the only line holds rows, one of many is a line of its own
+    return bool(newline) and first.rstrip().endswith((b"{", b",", b"[", b":"))
+
+
+def _lines(blob: Blob, stream: BinaryIO) -> Iterator[Record]:
+    """Rows of the lines that are not blank, by line number; a line over MAX_LINE_BYTES is passed over in pieces."""
+    number = 0
+    while True:
+        with sound(blob):
+            raw = stream.readline(MAX_LINE_BYTES + 1)
+            whole = len(raw) <= MAX_LINE_BYTES
+            piece = raw
+            while not whole and piece and not piece.endswith(b"\n"):
+                piece = stream.readline(MAX_LINE_BYTES)
+        if not raw:
+            return
+        number += 1
+        if not whole:
+            yield number, RowFault("line too long", f"over {MAX_LINE_BYTES} bytes")
+            continue
+        if number == 1:
+            raw = raw.removeprefix(_BOM)
+        if raw.strip():
+            yield number, _value(raw)
+
+
+def _value(raw: bytes) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8"), parse_constant=no_number)
+    except UnicodeDecodeError as error:
+        return RowFault("not UTF-8", str(error))
+    except (ValueError, RecursionError) as error:
+        return RowFault("not JSON" if raw.endswith(b"\n") else "line cut off", str(error))
+
+
+def _columns(blob: Blob, stream: BinaryIO, head: bytes) -> Iterator[Record]:
+    """Rows of a Parquet or Arrow file; what is null there counts as absent, since the format cannot tell the two apart."""
+    number = 0
+    batches = _parquet(stream) if head.startswith(_PARQUET) else _arrow(stream, head)
+    while True:
+        with sound(blob):
+            batch = next(batches, None)
+            rows = None if batch is None else batch.to_pylist(maps_as_pydicts="lossy")
+        if rows is None:
+            return
+        for row in rows:
+            number += 1
+            yield number, _without_nulls(row)
+
+
+def _parquet(stream: BinaryIO) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)
+    yield from file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
+
+
+def _arrow(stream: BinaryIO, head: bytes) -> Iterator[Any]:
+    import pyarrow as pa
+
+    if head.startswith(_ARROW_FILE):
+        file = pa.ipc.open_file(stream)
+        batches: Iterator[Any] = (file.get_batch(i) for i in range(file.num_record_batches))
+    else:
+        batches = iter(pa.ipc.open_stream(stream))
+    for batch in batches:
+        for start in range(0, batch.num_rows, _BATCH_ROWS):
+            yield batch.slice(start, _BATCH_ROWS)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(v) for v in value]
+    return value

@@ -1,0 +1,112 @@
+"""Near duplicates: prompts whose sets of word 5-grams are nearly equal, found by MinHash (datasketch) and sorted bands.
+
+Signatures go to a file, not to memory; the estimate of a Jaccard similarity of 0.8 has a standard error of 0.05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from datasketch import MinHash
+
+from stages.corpus.grams import Grams
+
+NEAR_WORDS = 5
+_PERMUTATIONS, _BANDS = 64, 16  # bands of 4 values: of pairs at 0.8 all but 2 in 10,000 meet in a band
+_WIDTH = _PERMUTATIONS // _BANDS
+_COMPARED = 1 << 16
+_SCHEME = "affine32"
+
+Signature = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Near:
+    """`row` is nearly `other`, both by their number; `other` comes first in rank and stays."""
+
+    row: int
+    other: int
+    similarity: float
+
+
+class Signatures:
+    """MinHash signatures of prompts, in the order in which they are added, u32 [prompts, 64] in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._count = path, path.open("wb"), 0
+        self._permutations = MinHash(_PERMUTATIONS, seed=1, scheme=_SCHEME).permutations
+
+    def add(self, of_prompt: Grams, otherwise: int) -> None:
+        """Take in a prompt by its grams; one without words by the number `otherwise`, so that it is like no other."""
+        values = (of_prompt & np.uint64(0xFFFFFFFF)).tolist() or [otherwise & 0xFFFFFFFF]
+        sketch = MinHash(_PERMUTATIONS, hashfunc=int, permutations=self._permutations, scheme=_SCHEME)
+        sketch.update_batch(values)
+        self._file.write(np.asarray(sketch.hashvalues, np.uint32).tobytes())
+        self._count += 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def near(
+        self, rank: npt.NDArray[np.uint64], similarity: float, wanted: npt.NDArray[np.bool_] | None = None
+    ) -> list[Near]:
+        """Prompts that are nearly another of a lower rank which stays, by number.
+
+        Args:
+            rank: u64 [prompts], distinct; the lowest of a group of near duplicates stays.
+            similarity: Jaccard, 0..1.
+            wanted: the prompts to compare, bool [prompts]; all unless given.
+        """
+        self._file.close()
+        if not self._count:
+            return []
+        table = np.memmap(self._path, np.uint32, "r", shape=(self._count, _PERMUTATIONS))
+        edges: dict[tuple[int, int], float] = {}
+        for band in range(_BANDS):
+            before, after = _neighbours(table, rank, band)
+            if wanted is not None:
+                both = wanted[before] & wanted[after]
+                before, after = before[both], after[both]
+            for first, second, alike in _alike(table, before, after, similarity):
+                edges[(first, second)] = alike
+        return _greedy(edges, rank)
+
+
+def _neighbours(
+    table: Signature, rank: npt.NDArray[np.uint64], band: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Pairs (before, after) that agree in a band: each prompt with the first of its group and with its predecessor."""
+    part = np.ascontiguousarray(table[:, band * _WIDTH : (band + 1) * _WIDTH]).astype(np.uint64)
+    keys = part[:, 0]
+    for k in range(1, _WIDTH):
+        keys = keys * np.uint64(0x9E3779B97F4A7C15) + part[:, k]
+    order = np.lexsort((rank, keys))
+    new = np.concatenate([[True], keys[order][1:] != keys[order][:-1]])
+    starts = np.flatnonzero(new)
+    leaders = order[np.repeat(starts, np.diff(np.append(starts, len(order))))]
+    followers = np.flatnonzero(~new)
+    before = np.concatenate([leaders[followers], order[followers - 1]])
+    return before, np.concatenate([order[followers], order[followers]])
+
+
+def _alike(
+    table: Signature, before: npt.NDArray[np.int64], after: npt.NDArray[np.int64], similarity: float
+) -> Iterator[tuple[int, int, float]]:
+    for start in range(0, len(before), _COMPARED):
+        a, b = before[start : start + _COMPARED], after[start : start + _COMPARED]
+        alike = (table[a] == table[b]).mean(1)
+        for i in np.flatnonzero(alike >= similarity):
+            yield int(a[i]), int(b[i]), float(alike[i])
+
+
+def _greedy(edges: dict[tuple[int, int], float], rank: npt.NDArray[np.uint64]) -> list[Near]:
+    """In the order of their rank, prompts fall that are near to one that has not fallen."""
+    fallen: dict[int, Near] = {}
+    for (first, second), alike in sorted(edges.items(), key=lambda e: (rank[e[0][1]], rank[e[0][0]])):
+        if first not in fallen and second not in fallen:
+            fallen[second] = Near(second, first, alike)
+    return [fallen[row] for row in sorted(fallen)]

@@ -1,0 +1,125 @@
+"""How the line stands: a record a stage, from the facts that the stages left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from stages.contracts.draft import DraftRecord
+from stages.contracts.evidence import BenchmarkEvidence, ServeEvidence, TrainMetrics
+from stages.contracts.manifest import CaptureManifest, MergedManifest, PreparedManifest
+from stages.contracts.report import GateName, GateReport
+from stages.glancing.figures import of_capture, of_merged, of_prepared
+from stages.glancing.told import Facts
+
+
+class LineLike(Protocol):
+    """The line's facts, None where a stage has left none."""
+
+    @property
+    def prepared(self) -> PreparedManifest | None: ...
+    @property
+    def capture(self) -> CaptureManifest | None: ...
+    @property
+    def merged(self) -> MergedManifest | None: ...
+    @property
+    def draft(self) -> DraftRecord | None: ...
+    @property
+    def train(self) -> TrainMetrics | None: ...
+    @property
+    def serve(self) -> ServeEvidence | None: ...
+    @property
+    def benchmark(self) -> BenchmarkEvidence | None: ...
+    @property
+    def reports(self) -> Mapping[GateName, GateReport]: ...
+    def verdict(self, gate: GateName) -> str: ...
+
+
+def stand(line: LineLike) -> list[Facts]:
+    """A record a stage, in the graph's order: stage, state (done, passed, refused, stale, missing) and its figures."""
+    draft = line.draft.digest() if line.draft else None
+
+    def state(there: bool, fresh: bool) -> str:
+        return "missing" if not there else "done" if fresh else "stale"
+
+    prepared = line.prepared.digest() if line.prepared else None
+    capture = line.capture.digest() if line.capture else None
+    merged = line.merged.digest() if line.merged else None
+    captured_of = line.capture.prepared_digest if line.capture else None
+    merged_of = (line.merged.prepared_digest, line.merged.capture_digest) if line.merged else None
+    return [
+        {
+            "stage": "prepare",
+            "state": state(prepared is not None, True),
+            **(of_prepared(line.prepared) if line.prepared else {}),
+        },
+        _gate(line, "extraction"),
+        {
+            "stage": "extract",
+            "state": state(capture is not None, captured_of == prepared),
+            **(of_capture(line.capture) if line.capture else {}),
+        },
+        {
+            "stage": "merge",
+            "state": state(merged is not None, merged_of == (prepared, capture)),
+            **(of_merged(line.merged) if line.merged else {}),
+        },
+        _gate(line, "training"),
+        {
+            "stage": "train",
+            "state": state(draft is not None, bool(line.draft and line.draft.merged_digest == merged)),
+            **_trained(line),
+        },
+        {
+            "stage": "serve-validate",
+            "state": state(line.serve is not None, bool(line.serve and line.serve.draft_digest == draft)),
+            **_served(line),
+        },
+        {
+            "stage": "benchmark",
+            "state": state(line.benchmark is not None, bool(line.benchmark and line.benchmark.draft_digest == draft)),
+            **_measured(line),
+        },
+        _gate(line, "deployment"),
+    ]
+
+
+def _gate(line: LineLike, gate: GateName) -> Facts:
+    facts: Facts = {"stage": f"gate-{gate}", "state": line.verdict(gate)}
+    if report := line.reports.get(gate):
+        facts |= {"checks": len(report.checks), "failed": [c.assertion for c in report.checks if not c.success]}
+    return facts
+
+
+def _trained(line: LineLike) -> Facts:
+    if line.train is None:
+        return {}
+    return {
+        "optimizer_steps": line.train.optimizer_steps,
+        "simulated_accept_length": round(line.train.overall.accept_length, 3),
+        "held_out_loss": round(line.train.held_out_loss, 3),
+    }
+
+
+def _served(line: LineLike) -> Facts:
+    if line.serve is None:
+        return {}
+    return {
+        "accept_length": round(line.serve.served.accept_length, 3),
+        "accept_length_by_domain": {
+            n: round(a.accept_length, 3) for n, a in sorted(line.serve.served_by_domain.items())
+        },
+        "identical_answers": line.serve.greedy.identical,
+        "answers": line.serve.greedy.requests,
+        "points_fed": line.serve.parity_words,
+    }
+
+
+def _measured(line: LineLike) -> Facts:
+    if line.benchmark is None:
+        return {}
+    policy = sorted((r for r in line.benchmark.ratios if r.arm == "policy"), key=lambda r: r.concurrency)
+    return {
+        "policy_over_plain": {str(r.concurrency): round(r.ratio, 3) for r in policy},
+        "speculation_off_above": line.benchmark.speculation_off_above,
+    }

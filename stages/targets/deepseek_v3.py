@@ -1,0 +1,13 @@
+"""DeepSeek-V3 and R1: latent attention, a mixture of experts, an extra layer for multi-token prediction that is not read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stages.targets._decoder import Decoder
+from stages.targets._latent import read_latent_decoder
+
+
+def load(folder: Path, config: dict[str, Any], device: str, dtype: str, *, stored: bool = False) -> Decoder:
+    return read_latent_decoder(folder, config, device, dtype, stored=stored)

@@ -1,0 +1,191 @@
+"""Files of rows in every format and packing: the same rows out of each, faults by their number, damage told at once."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stages.contracts.errors import DataError
+from stages.corpus import formats
+from stages.corpus.items import Item, Reject
+from stages.corpus.places import find
+from stages.corpus.sources import read_files
+
+ROWS = [{"prompt": f"Question {i}: \u00e9\U0001f600\0?", "response": f"Answer {i}."} for i in range(700)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def table() -> pa.Table:
+    return pa.Table.from_pylist(ROWS)
+
+
+def parquet() -> bytes:
+    out = io.BytesIO()
+    pq.write_table(table(), out, row_group_size=100)
+    return out.getvalue()
+
+
+def arrow(stream: bool) -> bytes:
+    out = io.BytesIO()
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(out, table().schema) as writer:
+        writer.write_table(table(), max_chunksize=300)
+    return out.getvalue()
+
+
+def zstd(data: bytes) -> bytes:
+    return pa.compress(data, codec="zstd", asbytes=True)
+
+
+FILES = {
+    "JSON lines": LINES,
+    "JSON lines, gzip": gzip.compress(LINES[:5000]) + gzip.compress(LINES[5000:]),
+    "JSON lines, zstd": zstd(LINES[:5000]) + zstd(LINES[5000:]),
+    "JSON": json.dumps(ROWS, indent=1).encode(),
+    "JSON, gzip": gzip.compress(b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
+    "JSON, zstd": zstd("\n".join(json.dumps(row, indent=2) for row in ROWS).encode()),
+    "Parquet": parquet(),
+    "Arrow": arrow(stream=True),
+}
+
+
+@pytest.mark.parametrize("words", FILES)
+def test_each_format_is_told_by_its_bytes_and_gives_the_same_rows(tmp_path: Path, words: str) -> None:
+    (tmp_path / "rows.bin").write_bytes(FILES[words])
+    shapes: Counter[str] = Counter()
+    items = list(read_files(str(tmp_path / "rows.bin"), shapes))
+    assert [i.messages[0]["content"] for i in items if isinstance(i, Item)] == [r["prompt"] for r in ROWS]
+    assert shapes == {f"prompt_response in {words}": 700}
+    if not words.startswith("JSON lines"):
+        assert [i.item for i in items] == [f"rows.bin:{n}" for n in range(1, 701)]
+
+
+def test_an_arrow_file_and_a_wrapped_list_are_read_too(tmp_path: Path) -> None:
+    (tmp_path / "a.arrow").write_bytes(arrow(stream=False))
+    (tmp_path / "b.json").write_text(json.dumps({"version": 1, "data": ROWS[:3]}, indent=1))
+    (tmp_path / "c.json").write_text(json.dumps(ROWS[0]))
+    assert len(list(read_files(str(tmp_path)))) == 704
+
+
+def test_a_folder_saved_by_datasets_gives_its_rows_alone_and_one_of_splits_asks_which(tmp_path: Path) -> None:
+    split = tmp_path / "all" / "train"
+    split.mkdir(parents=True)
+    for i in range(2):
+        (split / f"data-0000{i}-of-00002.arrow").write_bytes(arrow(stream=True))
+    (split / "state.json").write_text('{"_data_files": []}')
+    (split / "dataset_info.json").write_text("{}")
+    items = list(read_files(str(split)))
+    assert len(items) == 1400 and items[700].item == "data-00001-of-00002.arrow:1"
+    (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(DataError, match=r"several splits[\s\S]*all/train"):
+        find(str(tmp_path / "all"))
+
+
+def test_files_of_equal_names_below_a_glob_are_told_apart(tmp_path: Path) -> None:
+    for day in ("1", "2"):
+        (tmp_path / day).mkdir()
+        (tmp_path / day / "x.jsonl").write_text('{"prompt": "hi"}\n')
+    assert [i.item for i in read_files(f"{tmp_path}/**/*.jsonl")] == ["1/x.jsonl:1", "2/x.jsonl:1"]
+
+
+def test_column_files_do_not_fill_absent_keys_with_nulls(tmp_path: Path) -> None:
+    calls = [{"function": {"name": "f", "arguments": json.dumps({"a": None})}}]
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": calls}]},
+        {"messages": [{"role": "user", "content": "hi", "name": "Ann"}], "extra": 3},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    first, second = read_files(str(tmp_path / "x.parquet"))
+    assert isinstance(first, Item) and isinstance(second, Item)
+    assert first.messages[0] == {"role": "user", "content": "hi"} and "tool_calls" not in second.messages[0]
+    assert first.messages[1]["content"] == "" and first.messages[1]["tool_calls"][0]["function"]["arguments"] == {
+        "a": None
+    }
+
+
+@pytest.mark.parametrize("words", ["JSON lines, gzip", "JSON lines, zstd", "JSON, gzip", "Parquet", "Arrow"])
+def test_a_packed_or_column_file_cut_off_stops_and_is_named(tmp_path: Path, words: str) -> None:
+    (tmp_path / "x").write_bytes(FILES[words][: len(FILES[words]) // 2])
+    with pytest.raises(DataError, match="damaged or cut off") as error:
+        list(read_files(str(tmp_path / "x")))
+    assert error.value.where == str(tmp_path / "x") and "checksum" in error.value.do
+
+
+def test_json_cut_off_within_a_row_rejects_that_row_and_keeps_those_before(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(ROWS[:3])[:-30])
+    *good, cut = read_files(str(tmp_path / "x.json"))
+    assert len(good) == 2 and isinstance(cut, Reject) and (cut.item, cut.reason) == ("x.json:3", "row cut off")
+    (tmp_path / "x.json").write_text(json.dumps(ROWS[:3], indent=1).removesuffix("]"))
+    assert [getattr(i, "reason", "") for i in read_files(str(tmp_path / "x.json"))] == ["", "", "", "row cut off"]
+    (tmp_path / "x.json").write_text(json.dumps(ROWS[:3]) + "]")
+    with pytest.raises(DataError, match=r"no sound JSON[\s\S]*after the end"):
+        list(read_files(str(tmp_path / "x.json")))
+
+
+def test_faults_within_a_json_array_are_told_as_those_of_lines_are(tmp_path: Path) -> None:
+    text = b'\xef\xbb\xbf[{"prompt": "a\xff"},\r\n {"prompt": "\\ud83d"}, 3, {"prompt": "fine \\ud83d\\ude00"}]'
+    (tmp_path / "x.json").write_bytes(text)
+    items = list(read_files(str(tmp_path / "x.json")))
+    assert [getattr(i, "reason", "") for i in items] == ["not UTF-8", "lone surrogate", "not an object", ""]
+
+
+def test_packed_parquet_is_refused_with_the_command_that_unpacks_it(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet.gz").write_bytes(gzip.compress(parquet()))
+    with pytest.raises(DataError, match=r"no format that can be read[\s\S]*gzip -dk"):
+        list(read_files(str(tmp_path)))
+
+
+def test_a_long_line_and_a_long_element_do_not_enter_memory_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "MAX_LINE_BYTES", 1 << 17)
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "y" * (1 << 20)}) + "\n" + json.dumps(ROWS[0]) + "\n")
+    long, good = read_files(str(tmp_path / "x.jsonl"))
+    assert isinstance(long, Reject) and long.reason == "line too long" and isinstance(good, Item)
+    (tmp_path / "y.json").write_text(json.dumps([{"prompt": "y" * (1 << 20)}]))
+    with pytest.raises(DataError, match=r"no sound JSON[\s\S]*JSON lines"):
+        list(read_files(str(tmp_path / "y.json")))
+
+
+_PEAK = """
+import resource, sys
+from stages.corpus.sources import read_files
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+count = sum(1 for _ in read_files(sys.argv[1]))
+print(count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jsonl", "json", "gz", "parquet"])
+def test_a_large_file_is_read_in_bounded_memory(tmp_path: Path, kind: str) -> None:
+    """120 MB of rows and a line of 20 MB: what reading adds to the process stays below 100 MiB."""
+    row = {"prompt": "word " * 200, "response": "more " * 200}
+    path = tmp_path / f"x.{kind}"
+    if kind == "parquet":
+        with pq.ParquetWriter(
+            path, pa.Table.from_pylist([row]).schema, compression="none", use_dictionary=False
+        ) as writer:
+            for _ in range(12):
+                writer.write_table(pa.Table.from_pylist([row] * 5000))
+    else:
+        with gzip.open(path, "wt", compresslevel=1) if kind == "gz" else path.open("w") as file:
+            file.write("[" if kind == "json" else json.dumps({"prompt": "y" * (20 << 20)}) + "\n")
+            for i in range(60_000):
+                file.write(("," if kind == "json" and i else "") + json.dumps(row) + ("" if kind == "json" else "\n"))
+            file.write("]" if kind == "json" else "")
+    told = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(path)], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    count, added = map(int, told.stdout.split())
+    assert count == 60_000 + (kind in ("jsonl", "gz")) and added < 100
