@@ -60,7 +60,7 @@ def served_points(engine: ModuleType, checkpoint: DraftCheckpoint, record: Draft
     try:
         if hasattr(engine, "served_points"):
             return engine.served_points(ids, layers)
-        return points_of(ids, engine.DIALECT, record.target.model_type, layers)
+        return points_of(ids, engine.DIALECT, record.target.model_type, layers, engine.VERSION)
     except EngineError as error:
         kept = record.layer_ids
         if len(ids) != len(kept) or ids == kept:

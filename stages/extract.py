@@ -153,7 +153,7 @@ def launch_capture(params: Params, folder: Path, model_type: str, longest: int) 
         threads=params.target.threads,
         concurrency=params.serve.concurrency,
         positions=longest + 1,  # SGLang decodes at least one token
-        capture_ids=layer_ids(params.capture.points, DIALECT, model_type),
+        capture_ids=layer_ids(params.capture.points, DIALECT, model_type, version=VERSION),
     )
 
 
