@@ -2,11 +2,13 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install retrain test use checks clean
+.PHONY: help install retrain test use checks sglang clean
 
 PYTHON := $(shell command -v python3)
 VENV := .venv
 STAMP := $(VENV)/.installed
+SGLANG := .venv-sglang
+SGLANG_STAMP := $(SGLANG)/.installed
 
 # The stages call `python`; DVC must find the environment's own. Bytecode halves every start.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -52,5 +54,15 @@ checks: $(STAMP) ## format, lint, types
 	@ruff check .
 	@pyright
 
-clean: ## the environment and the work cache; data, models and releases stay
-	rm -rf $(VENV) .cache
+sglang: $(SGLANG_STAMP) ## the real SGLang on this CPU, in .venv-sglang (1.6 GB)
+
+$(SGLANG_STAMP): requirements-sglang.txt requirements-sglang-engine.txt $(shell find sglang_cpu -name '*.py' -o -name pyproject.toml)
+	[ -x $(SGLANG)/bin/python ] || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install -r requirements-sglang.txt
+	$(SGLANG)/bin/pip install --no-deps -r requirements-sglang-engine.txt
+	@# from a copy: building leaves its traces beside the sources
+	@copy=$$(mktemp -d); cp -r sglang_cpu "$$copy"; $(SGLANG)/bin/pip install --no-deps --force-reinstall "$$copy/sglang_cpu"; rm -r "$$copy"
+	@touch $@
+
+clean: ## the environments and the work cache; data, models and releases stay
+	rm -rf $(VENV) $(SGLANG) .cache

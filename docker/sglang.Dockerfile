@@ -4,6 +4,11 @@
 ARG SGLANG_VERSION=v0.5.23
 FROM lmsysorg/sglang:${SGLANG_VERSION}
 
+# SGLang finds the plug-in by its entry point: a draft that is not the one gate-deployment judged does not start. No source
+# file of SGLang is touched; the build fails when the plug-in is not found or its hook has no place any more.
+COPY sglang_guard /opt/sglang_guard
+RUN pip install --no-cache-dir --no-deps /opt/sglang_guard && python3 -m draftline_sglang_guard
+
 RUN useradd --uid 10001 --create-home line
 USER line
 ENV HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 DRAFT_STEPS=3

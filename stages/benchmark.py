@@ -32,7 +32,7 @@ from stages.acceptance.sweep import (
     turns,
 )
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
-from stages.contracts.errors import DataError, Refusal, run
+from stages.contracts.errors import DataError, EngineError, Refusal, run
 from stages.contracts.evidence import (
     BENCHMARK_EVIDENCE,
     POLICY,
@@ -84,6 +84,14 @@ class Bench:
                 do="raise it, or prepare.held_out_share",
             )
         self.module: ModuleType = engines.load(params.serve.engine)
+        if not hasattr(self.module, "Engine"):
+            raise EngineError(
+                "benchmark measures in this process only",
+                where="params.yaml: serve.engine",
+                expected="in_process",
+                got=params.serve.engine,
+                do="benchmark with in_process on this machine, or time the server with sglang.bench_serving",
+            )
         target = load_target(locate_target(params.target.origin), params.target.device, params.target.dtype).pack()
         checkpoint = read_draft(DRAFT)
         points = self.module.served_points(checkpoint.layer_ids, target.config.layers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache as cache_once
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +20,11 @@ from stages.bridges.stores import open_store
 from stages.capture.adopted import Adoption
 from stages.capture.claims import adopted_spec, demand_claim
 from stages.capture.code import code_digest
+from stages.capture.dialects import layer_ids
 from stages.capture.finishing import finish_folders, link_folders
 from stages.capture.forecast import Forecast, device_name, forecast, remember_rate, remembered_rate, sample_rate
 from stages.capture.rows import FolderPlan, Row, plan_folders, read_rows
+from stages.capture.served import capture_served
 from stages.capture.spill import capture_rows
 from stages.capture.verify import describe_store
 from stages.capture.work import WorkCache
@@ -42,6 +45,7 @@ from stages.contracts.params import Params, load_params
 from stages.contracts.points import check_points
 from stages.contracts.progress import progress
 from stages.contracts.report import demand
+from stages.engines.sglang import DIALECT, VERSION, Launch, Server, serve
 from stages.targets import identify_target, load_target, locate_target
 
 if TYPE_CHECKING:
@@ -78,11 +82,12 @@ def capture_spec(params: Params, target: TargetIdentity) -> CaptureSpec:
     """All that decides the bytes of a stored state, beside the row."""
     return CaptureSpec(
         weights_digest=target.weights_digest,
-        code_digest=code_digest(target.model_type),
+        code_digest=code_digest(target.model_type, engine=params.capture.engine),
         points=check_points(params.capture.points, target.layers),
         layers=target.layers,
         hidden_size=target.hidden_size,
         compute_dtype=params.target.dtype,
+        engine=f"sglang {VERSION}" if params.capture.engine == "sglang" else "in_process",
         form=StoredForm(
             tokens=params.capture.store_tokens, last=params.capture.store_last, aux_dtype=params.capture.store_aux
         ),
@@ -139,6 +144,19 @@ def look_ahead(plans: Sequence[FolderPlan], cache: WorkCache, output: Path) -> F
     return told
 
 
+def launch_capture(params: Params, folder: Path, model_type: str, longest: int) -> Launch:
+    """A server that hands out states at the points, in its own numbering, with no draft; rows of at most `longest` tokens."""
+    return Launch(
+        target=folder,
+        device=params.target.device,
+        dtype=params.target.dtype,
+        threads=params.target.threads,
+        concurrency=params.serve.concurrency,
+        positions=longest + 1,  # SGLang decodes at least one token
+        capture_ids=layer_ids(params.capture.points, DIALECT, model_type, version=VERSION),
+    )
+
+
 def tell(words: str) -> None:
     print(f"extract: {words}", file=sys.stderr, flush=True)
 
@@ -178,16 +196,29 @@ def main() -> None:
     def target() -> Decoder:
         return load_target(folder, params.target.device, params.target.dtype).pack()
 
+    @cache_once
+    def server() -> Server:
+        longest = max(len(row) for plan in plans for row in plan.rows)
+        launch = launch_capture(params, folder, prepared.target.model_type, longest)
+        return opened.enter_context(serve(launch, params.serve.sglang, label="capture"))
+
     def through_target(rows: list[Row]) -> Iterator[Tensor]:
-        return capture_rows(target(), rows, spec.points, params.capture.tokens_per_batch) if rows else iter(())
+        if not rows:
+            return iter(())
+        how = (target(), rows, spec.points, params.capture.tokens_per_batch)
+        if here:
+            return capture_rows(*how)
+        return capture_served(*how, lambda ids: server().states(ids)[0], params.serve.concurrency)
 
     def states_of(rows: list[Row]) -> Iterator[Tensor]:
         return adoption.states(rows, through_target) if adoption else through_target(rows)
 
-    if told.todo and not adoption:
+    here = params.capture.engine == "in_process"
+    if told.todo and not adoption and here:
         tell_hours(target(), told, cache, params)
-    took = finish_folders(states_of, plans, cache, params.capture.tokens_per_batch, told.todo_tokens)
-    if took > _WORTH_REMEMBERING_S and told.todo and not adoption:
+    with ExitStack() as opened:
+        took = finish_folders(states_of, plans, cache, params.capture.tokens_per_batch, told.todo_tokens)
+    if took > _WORTH_REMEMBERING_S and told.todo and not adoption and here:
         remember_rate(cache.root, device_name(params.target.device), told.todo_tokens / took)
     known = len(cache.damages)
     folders = link_folders(plans, cache, HIDDEN_STATES)

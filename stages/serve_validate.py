@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +15,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from stages import engines
+from stages._served import Served, open_served
 from stages.acceptance.lengths import Answer as Counted
 from stages.acceptance.lengths import accept_length, by_domain
 from stages.acceptance.prompts import Prompt, held_out_prompts
@@ -24,7 +23,7 @@ from stages.acceptance.simulate import replay_rows
 from stages.capture.probe import nearest_points
 from stages.capture.store import RowStore
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
-from stages.contracts.errors import EngineError, Refusal, run
+from stages.contracts.errors import Refusal, run
 from stages.contracts.evidence import (
     SERVE_EVIDENCE,
     Losslessness,
@@ -45,65 +44,14 @@ from stages.contracts.manifest import (
 from stages.contracts.params import Params, load_params
 from stages.contracts.points import name_points
 from stages.contracts.progress import progress
-from stages.drafts._decode import DraftDecoder
-from stages.drafts.eagle3 import DraftCheckpoint, PackedBatch, Teacher, look_ahead, read_draft
-from stages.targets import identify_target, load_target, locate_target
-from stages.targets._decoder import Decoder, Linear
+from stages.drafts.eagle3 import PackedBatch, Teacher, look_ahead
+from stages.targets import identify_target, locate_target
+from stages.targets._decoder import Decoder
 
 NEAR_TIE = 1e-3  # logits; batching changes float32 logits by about 1e-5
 SAMPLES = 1024  # draws a prompt: the distance's own noise stays below 0.01
 _SAMPLES_AT_ONCE = 128
 _CELLS = 4  # most likely tokens told apart, the rest being one cell
-
-
-@dataclass(frozen=True)
-class Served:
-    """Everything opened once: engine module, target, draft as files and as the engine runs it."""
-
-    engine: ModuleType
-    target: Decoder
-    checkpoint: DraftCheckpoint
-    draft: DraftDecoder
-
-
-def packed_linear(weight: Tensor) -> Linear:
-    """A product in the layout that is fastest here."""
-    linear = Linear(weight.contiguous())
-    linear.pack()
-    return linear
-
-
-def served_points(engine: ModuleType, checkpoint: DraftCheckpoint, record: DraftRecord, layers: int) -> tuple[int, ...]:
-    """The points that the engine makes of the draft's config.json.
-
-    Raises:
-        EngineError: it can give none; how config.json's ids moved against the record's is told, as a shift if it is one.
-    """
-    try:
-        return engine.served_points(checkpoint.layer_ids, layers)
-    except EngineError as error:
-        ids, kept = checkpoint.layer_ids, record.layer_ids
-        if len(ids) != len(kept) or ids == kept:
-            raise
-        meant = tuple(p + i - k for p, i, k in zip(record.points, ids, kept, strict=True))
-        raise EngineError(
-            f"{error.what}: {name_points(meant, record.points, layers)}",
-            where=error.where,
-            expected=f"{error.expected}; {list(kept)}, as in the draft's record",
-            got=error.got,
-            do="export the draft for this engine again: `dvc repro train`",
-        ) from error
-
-
-def open_served(params: Params, record: DraftRecord) -> Served:
-    """Load target and draft; the draft is fed the points that this engine reads from the draft's own config.json."""
-    engine = engines.load(params.serve.engine)
-    folder = locate_target(params.target.origin)
-    target = load_target(folder, params.target.device, params.target.dtype).pack()
-    checkpoint = read_draft(DRAFT)
-    points = served_points(engine, checkpoint, record, target.config.layers)
-    draft = DraftDecoder(checkpoint, points=points, embedding=target.embedding, linear=packed_linear)
-    return Served(engine, target, checkpoint, draft)
 
 
 def demand_same_line(params: Params, record: DraftRecord, merged: MergedManifest, prepared: PreparedManifest) -> None:
@@ -218,7 +166,7 @@ def simulate(served: Served, rows: Sequence[tuple[Prompt, int]], steps: int) -> 
     place = {r["row_id"]: (r["folder"], r["row_in_folder"]) for r in index}
     store, target = RowStore(HIDDEN_STATES), served.target
     draft = served.checkpoint.module(target.embedding).to(target.device).eval()
-    target_ids = served.draft.target_ids
+    target_ids = served.checkpoint.target_ids().to(target.device)
     teacher = Teacher(target.norm, target.head_weight[target_ids], target.config.eps, target_ids, len(target.embedding))
     answers: list[Counted] = []
     with progress(len(rows), "simulate", "rows") as advance:
@@ -276,20 +224,20 @@ def check_sampling(served: Served, prompts: Sequence[Prompt], temperature: float
     Each way is compared with the exact distribution after the very first tokens it drew, so that only the second token's
     noise remains: about 0.01 for either, less for their difference.
     """
-    engine = served.engine.Engine(
-        served.target, served.draft, slots=_SAMPLES_AT_ONCE, positions=max(len(p.ids) for p in prompts) + 2
-    )
+    positions = max(len(p.ids) for p in prompts) + 2
     distances: dict[int, list[float]] = {0: [], 1: []}
     with progress(2 * SAMPLES * len(prompts), "sampling", "draws") as advance:
-        for number, prompt in enumerate(prompts):
-            for steps in distances:
-                seeds = range((2 * number + steps) * SAMPLES, (2 * number + steps + 1) * SAMPLES)
-                requests = [served.engine.Request(str(s), prompt.ids, 2, temperature, s, True) for s in seeds]
-                answers = engine.generate(
-                    requests, concurrency=_SAMPLES_AT_ONCE, draft_steps=steps, on_answer=lambda _: advance(1)
-                )
-                exact = exact_second(served.target, prompt.ids, Counter(a.ids[0] for a in answers), temperature)
-                distances[steps].append(total_variation(Counter(a.ids[1] for a in answers), exact))
+        for way, found in distances.items():
+            steps = way * served.sampled_steps
+            with served.open(_SAMPLES_AT_ONCE, positions, steps) as engine:
+                for number, prompt in enumerate(prompts):
+                    seeds = range((2 * number + way) * SAMPLES, (2 * number + way + 1) * SAMPLES)
+                    requests = [served.engine.Request(str(s), prompt.ids, 2, temperature, s, True) for s in seeds]
+                    answers = engine.generate(
+                        requests, concurrency=_SAMPLES_AT_ONCE, draft_steps=steps, on_answer=lambda _: advance(1)
+                    )
+                    exact = exact_second(served.target, prompt.ids, Counter(a.ids[0] for a in answers), temperature)
+                    found.append(total_variation(Counter(a.ids[1] for a in answers), exact))
     return SamplingFidelity(
         prompts=len(prompts),
         draws=SAMPLES,
@@ -306,23 +254,25 @@ def serve_both_ways(
     told = params.serve
     requests = as_requests(served.engine, prompts, told.max_new_tokens)
     positions = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    engine = served.engine.Engine(served.target, served.draft, slots=told.concurrency, positions=positions)
     watched = {p.prompt_id for p in prompts[: told.parity_rows]}
     fed: dict[str, list[Tensor]] = defaultdict(list)
 
     def observe(prompt_id: str, first: int, aux: Tensor) -> None:
-        if prompt_id in watched:
-            fed[prompt_id].append(aux)
+        fed[prompt_id].append(aux)
 
     found = []
     for label, steps, look in (("serve plain", 0, None), ("serve drafted", told.draft_steps, observe)):
-        with progress(len(requests), label, "answers") as advance:
+        with (
+            served.open(told.concurrency, positions, steps) as engine,
+            progress(len(requests), label, "answers") as advance,
+        ):
             found.append(
                 engine.generate(
                     requests,
                     concurrency=told.concurrency,
                     draft_steps=steps,
                     observe=look,
+                    watch=watched,
                     on_answer=lambda _, advance=advance: advance(1),
                 )
             )
@@ -348,7 +298,7 @@ def validate(params: Params, record: DraftRecord, prepared: PreparedManifest) ->
     return ServeEvidence(
         draft_digest=record.digest(),
         engine=served.engine.NAME,
-        engine_version=served.engine.version(),
+        engine_version=served.version,
         draft_steps=told.draft_steps,
         max_new_tokens=told.max_new_tokens,
         parity=parity,

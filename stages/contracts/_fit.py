@@ -16,11 +16,16 @@ def between_sections(sections: Mapping[str, Any]) -> list[str]:
     """What sections that are sound by themselves say against each other, a line each; absent sections are not judged."""
     target, prepare, merge = (sections.get(name) for name in ("target", "prepare", "merge"))
     train, capture, gates = (sections.get(name) for name in ("train", "capture", "gates"))
+    serve = sections.get("serve")
     faults: list[str] = []
     if target and capture:
         faults += _points(capture, target)
     if target and merge and merge.draft_vocab_size > target.vocab_size:
         faults.append(f"merge.draft_vocab_size {merge.draft_vocab_size} exceeds target.vocab_size {target.vocab_size}")
+    if target and serve and (serve.engine, target.device) == ("sglang", "cpu") and serve.sampling_prompts:
+        faults.append(
+            f"serve.sampling_prompts {serve.sampling_prompts}: SGLang verifies greedily on a CPU whatever the temperature; it must be 0"
+        )
     if train and train.heads % train.kv_heads:
         faults.append(f"train.heads {train.heads} is not a multiple of train.kv_heads {train.kv_heads}")
     if train and train.head_dim % 2:

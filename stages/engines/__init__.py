@@ -1,7 +1,9 @@
 """Engines: one file each, whose name is its name in params.yaml (serve.engine), loaded by that name.
 
-An engine file offers `NAME`, `version()`, `served_points()` (what its own layer ids mean as points), `Request` and
-`Engine`. Only the files in here know an engine's numbering and API. Files that start with an underscore are shared parts, not engines.
+An engine file offers `NAME` and `Request`, and something to open whose `generate(requests, concurrency=, draft_steps=, on_answer=,
+observe=, watch=)` gives answers: in_process its `Engine`, over a target and a draft in memory, with `version()` and
+`served_points()` (what its own layer ids mean as points); sglang `serve()`, a server over their folders, with `VERSION` and
+`DIALECT` (the numbering of its layer ids). stages/_served.py opens either. Only the files in here know an engine's numbering and API. Files that start with an underscore are shared parts, not engines.
 """
 
 from __future__ import annotations

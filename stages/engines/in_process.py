@@ -16,7 +16,7 @@ Position p of the draft has input token t[p+1] and the target's states at p, and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -97,6 +97,7 @@ class InProcess:
         self._cache = target.new_cache(slots, room)
         self._eos = frozenset(target.config.eos_ids)
         self._running: list[Running] = []
+        self._watch: Collection[str] | None = None
         self._aux: Tensor | None = None
         self._room = room
         if draft is not None:
@@ -111,6 +112,7 @@ class InProcess:
         draft_steps: Steps = 0,
         on_answer: Callable[[Answer], None] | None = None,
         observe: Observe | None = None,
+        watch: Collection[str] | None = None,
     ) -> list[Answer]:
         """Answer all requests, at most `concurrency` at once; answers come in the requests' order.
 
@@ -118,7 +120,8 @@ class InProcess:
             draft_steps: tokens drafted a verification, or a function of the running batch's size that gives them; with 0
                 the draft does nothing at all.
             on_answer: called as each answer ends.
-            observe: called with (prompt_id, first position, states [n, F]) for all that is fed to the draft.
+            observe: called with (prompt_id, first position, states [n, F]) for all that is fed to the draft, of the prompts in
+                `watch` (None: all).
 
         Raises:
             EngineError: a request that does not fit, more concurrency than slots, or drafting without a draft.
@@ -128,7 +131,7 @@ class InProcess:
         steps_for = self._steps(draft_steps, concurrency)
         keep = any(steps_for(batch) for batch in range(1, concurrency + 1))
         waiting.reverse()
-        self._running, answers = [], {}
+        self._running, self._watch, answers = [], watch, {}
         while waiting or self._running:
             while waiting and len(self._running) < concurrency:
                 self._prefill(waiting, concurrency, keep)
@@ -259,7 +262,8 @@ class InProcess:
         aux_TF = self._aux[slot_T, position_T]
         if observe is not None:
             for r, part in zip(running, aux_TF.split([b - a for a, b in spans]), strict=True):
-                observe(r.request.prompt_id, r.fed, part.clone())
+                if self._watch is None or r.request.prompt_id in self._watch:
+                    observe(r.request.prompt_id, r.fed, part.clone())
         logits, state = draft.feed(ids_T, aux_TF, slot_T, position_T, last_B)
         for r, (_, end) in zip(running, spans, strict=True):
             r.fed = end

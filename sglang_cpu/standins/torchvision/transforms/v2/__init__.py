@@ -1,0 +1,5 @@
+"""Inert; see torchvision/__init__.py."""
+
+from torchvision.transforms.v2 import functional
+
+__all__ = ["functional"]
