@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -61,9 +62,21 @@ def test_answers_carry_their_verifications_and_the_server_is_gone_afterwards(pre
 
 
 def _children() -> list[int]:
-    import os
+    """Children of this process that the test has started: earlier tests may have left some, a resource tracker say."""
+    return sorted(_alive() - _BEFORE)
 
-    return [int(p) for p in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
+
+_BEFORE: set[int] = set()
+
+
+def _alive() -> set[int]:
+    return {int(p) for p in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()}
+
+
+@pytest.fixture(autouse=True)
+def _note_children() -> None:
+    _BEFORE.clear()
+    _BEFORE.update(_alive())
 
 
 def test_without_a_draft_every_token_is_a_step_of_its_own(pretend: Pretend) -> None:
