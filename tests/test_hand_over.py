@@ -72,7 +72,8 @@ def test_specforge_gets_training_and_held_out_rows_its_norm_and_its_vocabulary(
         wanted = [r for r in records() if r["split"] == split]
         theirs = open_store(Path("out") / split)
         assert (theirs.kind.tool, [f.folder for f in theirs.files[:1]]) == ("specforge", ["rows_0-2000"])
-        for row, record in zip(theirs.rows(), wanted, strict=True):
+        for row, file, record in zip(theirs.rows(), theirs.files, wanted, strict=True):
+            assert file.bytes < 20_000 + record["length"] * (2 * 4 * tiny.HIDDEN + 16), "no more than the row itself"
             states, ids, mask = store.row(record["folder"], record["row_in_folder"])
             assert torch.equal(row.input_ids, ids.long()) and row.loss_mask is not None
             assert torch.equal(row.loss_mask, mask)

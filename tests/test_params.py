@@ -89,6 +89,25 @@ def test_the_default_is_the_set_shipped_under_its_name() -> None:
     )
 
 
+@pytest.mark.parametrize("path", SETS, ids=lambda p: p.stem)
+def test_dvc_can_read_each_set(path: Path) -> None:
+    """DVC writes values to dvc.lock and refuses what YAML makes of a bare 2026-01-01."""
+
+    def kinds(value: object) -> set[type]:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return {type(value)}.union(*map(kinds, parts))
+
+    assert kinds(yaml.safe_load(path.read_text())) <= {dict, list, str, int, float, bool, type(None)}
+
+
+def test_a_bare_date_is_refused_with_the_words_that_mend_it(tmp_path: Path) -> None:
+    text = (ROOT / "params.yaml").read_text()
+    assert "    date: null  " in text
+    (tmp_path / "params.yaml").write_text(text.replace("    date: null  ", "    date: 2026-01-01  "))
+    with pytest.raises(ParamsError, match="write '2026-01-01', in quotes"):
+        load_params(tmp_path / "params.yaml")
+
+
 def test_an_unknown_key_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ParamsError, match=r"1 fault\b[\s\S]*train.optimiser_steps: Extra inputs"):
         load_params(changed(tmp_path, train={"optimiser_steps": 3}))

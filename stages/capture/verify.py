@@ -189,7 +189,7 @@ def verify_store(
     folders. What the manifest alone says (which prepared rows, which capture) is held by its digest in the merged set.
 
     Args:
-        folders: names to look at; all of them, and the manifest, when None.
+        folders: names to look at, against the manifest where there is one; all of them, and the manifest, when None.
         advance: told the bytes of each part that was read.
     """
     damages: list[Damage] = []
@@ -201,6 +201,8 @@ def verify_store(
         if config is not None:
             configs[name] = config
             damages += find_damage(root / name, config, advance)
+    if folders is not None and not (root / CAPTURE_MANIFEST.name).exists():
+        return damages  # folders that stand alone have their own configs only
     return damages + _against_manifest(root, configs, every=folders is None)
 
 

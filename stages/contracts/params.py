@@ -88,10 +88,12 @@ class Rendering(Section):
     @field_validator("date", mode="before")
     @classmethod
     def _date_as_text(cls, date: object) -> object:
-        """YAML reads 2026-01-31 as a date; a day that is none stays text and is refused here."""
+        """A day that is none is refused here; so is a bare one, which YAML reads as a date and DVC then cannot."""
+        if isinstance(date, datetime.date):
+            raise ValueError(f"a bare date, which DVC cannot read: write '{date}', in quotes")
         if isinstance(date, str):
             datetime.date.fromisoformat(date)
-        return date.isoformat() if type(date) is datetime.date else date
+        return date
 
 
 class Answers(Section):

@@ -47,7 +47,7 @@ def stand(line: LineLike) -> list[Facts]:
     merged = line.merged.digest() if line.merged else None
     captured_of = line.capture.prepared_digest if line.capture else None
     merged_of = (line.merged.prepared_digest, line.merged.capture_digest) if line.merged else None
-    return [
+    records: list[Facts] = [
         {
             "stage": "prepare",
             "state": state(prepared is not None, True),
@@ -82,6 +82,17 @@ def stand(line: LineLike) -> list[Facts]:
         },
         _gate(line, "deployment"),
     ]
+    return _flow_on(records)
+
+
+def _flow_on(records: list[Facts]) -> list[Facts]:
+    """What was made of something stale is stale too, whatever it says of itself."""
+    stale = False
+    for record in records:
+        if stale and record["state"] in ("done", "passed"):
+            record["state"] = "stale"
+        stale = stale or record["state"] == "stale"
+    return records
 
 
 def _gate(line: LineLike, gate: GateName) -> Facts:

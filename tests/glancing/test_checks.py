@@ -87,6 +87,10 @@ def test_digests_of_our_own_files_are_taken_again(tmp_path: Path, monkeypatch: p
     assert ask(monkeypatch, "hidden_states", "--verify") == 1
     assert ask(monkeypatch, "hidden_states/rows_2-4", "--verify") == 1
     assert ask(monkeypatch, "hidden_states/rows_0-2", "--verify") == 0
+    for name in ("rows_0-2", "rows_2-4"):
+        (tmp_path / "hidden_states" / name).rename(tmp_path / name)
+    assert ask(monkeypatch, "rows_0-2", "--verify") == 0, "a folder that was copied away stands on its own config"
+    assert ask(monkeypatch, "rows_2-4", "--verify") == 1
 
 
 def test_a_flipped_byte_in_merged_rows_or_a_draft_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,9 +85,11 @@ def write(root: Path, parcel: Parcel) -> str:
 
 
 def _sample(row: OutRow, parcel: Parcel) -> dict[str, Tensor]:
-    return {
+    tensors = {
         "input_ids": row.input_ids,
         "loss_mask": row.loss_mask,
         "hidden_state": parcel.norm(row.states[:, -1])[None],
         "aux_hidden_state": row.states[:, :-1].flatten(1)[None],
     }
+    # torch.save writes the storage behind a view: a whole folder of rows
+    return {name: tensor.clone() for name, tensor in tensors.items()}
