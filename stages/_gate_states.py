@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from stages.capture.store import RowFolder, RowStore
     from stages.targets._decoder import Decoder
 
-PROBE_TOKENS = 512  # of a row; states of a prefix do not depend on what follows
+PROBE_TOKENS = 1 << 20  # of a row, so all of it: a shift or a torn prefill may begin anywhere
 MOST_PROBED = 64  # folders of which a row goes through the target again: minutes on a small target, and no more
 _MOST_SEARCHED = 64  # rows of a folder at fault that go through it to learn why
 _MOST_TOLD = 2  # folders, and rows of each, of which that is told
@@ -59,10 +60,28 @@ def look_at_folders(folders: Sequence[CapturedFolder], store: RowStore, rows: Da
             fact |= {"rows_stored": len(opened), "tokens_stored": T, "dtype": str(opened.dtype).removeprefix("torch.")}
             members = (_probe_row(opened, i) for i in range(len(opened)))
             for i, fault in enumerate(row_faults(f.name, members, wanted, seen)):
-                at = {"row_in_folder": i, "offset": int(opened.offsets[i])}
+                at = {"row_in_folder": i, "offset": int(opened.offsets[i]), "sizes": _sizes(opened, i)}
                 stored.setdefault(fault.row_id, []).append({**vars(fault), **at})
             advance(f.tokens)
     return pd.DataFrame(facts), stored
+
+
+def _sizes(folder: RowFolder, i: int) -> list[float]:
+    """Median log2 norm of a row's stored states, by slot: what another layer, or a norm, shows without the target."""
+    states, kept = folder.view(i)[0][1:].float(), folder.kept(i)[1:]
+    return [float(states[k, s].norm(dim=-1).log2().median()) if k.any() else math.nan for s, k in enumerate(kept.T)]
+
+
+def _odd_ones(stored: Stored) -> list[str]:
+    """Rows whose states are the smallest or largest of their slot, or of the step from one slot to the next."""
+    import numpy as np
+
+    names = [r for r, s in stored.items() if np.isfinite(s[0]["sizes"]).all()]
+    if not names:
+        return []
+    sizes = np.array([stored[r][0]["sizes"] for r in names])
+    columns = np.concatenate([sizes, np.diff(sizes, axis=1)], 1)
+    return list(dict.fromkeys(names[int(i)] for pick in (np.argmax, np.argmin) for i in pick(columns, 0)))
 
 
 def _probe_row(folder: RowFolder, i: int) -> ProbeRow:
@@ -93,7 +112,9 @@ def choose_rows(
     order = sorted((ids for ids in by_folder.values() if ids), key=lambda ids: rank(ids[0]))
     turns = [ids[turn] for turn in range(max(map(len, order), default=0)) for ids in order if len(ids) > turn]
     chosen: dict[str, list[ProbeRow]] = {}
-    for row_id in turns[: max(params.gates.training.probe_rows, min(len(order), MOST_PROBED))]:
+    most = max(params.gates.training.probe_rows, min(len(order), MOST_PROBED))
+    odd = [r for r in _odd_ones({r: s for r, s in stored.items() if r in set(turns)}) if r not in turns[:most]]
+    for row_id in [*turns[:most], *odd]:
         at = stored[row_id][0]
         row = _probe_row(store.folder(at["folder"]), at["row_in_folder"])
         chosen.setdefault(at["folder"], []).append(row)

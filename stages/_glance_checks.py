@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,8 +121,8 @@ def _target_of(told: Told, store: ForeignStore, chosen: list[StoreFile]) -> tupl
 
 def _target_folder(told: Told) -> Path | None:
     named = told.facts.get("target")
-    if isinstance(named, str) and isinstance(read_config(Path(named).expanduser()), dict):
-        return Path(named).expanduser()
+    if isinstance(named, str) and isinstance(read_config(Path(os.path.expanduser(named))), dict):
+        return Path(os.path.expanduser(named))
     try:
         target = load_params().target
         if target.hidden_size == told.facts.get("hidden_size"):

@@ -9,6 +9,7 @@ sample of the rows and checks their values, `--verify` takes the digests of our 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,7 +134,7 @@ def _readings(ids: Sequence[int], layers: int | None) -> list[tuple[str, tuple[i
 
 def _depth_of(target: str | None, hidden_size: int | None) -> Depth | None:
     """Layers of the target a run names, if its folder is here; else of params.yaml's, if that is as wide."""
-    config = read_config(Path(target).expanduser()) if target else None
+    config = read_config(Path(os.path.expanduser(target))) if target else None
     if isinstance(config, dict) and (layers := depth_of(config)):
         return Depth(layers, "its target's config.json", family_of(config))
     try:

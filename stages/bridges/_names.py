@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 import pickletools
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +34,10 @@ class SampleNames:
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, or None where there is none that can be read."""
     try:
-        if path.stat().st_size > _MAX_JSON:
+        if not path.is_file() or path.stat().st_size > _MAX_JSON:
             return None
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -51,7 +53,7 @@ def names_in(path: Path) -> SampleNames:
             return SampleNames()
         with path.open("rb") as file:
             return names_of_pickle(_pickle(file))
-    except (OSError, ValueError, zipfile.BadZipFile, KeyError) as error:
+    except (OSError, ValueError, zipfile.BadZipFile, KeyError, RuntimeError, zlib.error, lzma.LZMAError) as error:
         return SampleNames(fault=str(error) or type(error).__name__)
 
 

@@ -82,8 +82,11 @@ def mapped(path: Path) -> dict[str, Tensor]:
         items = {
             n: (i["dtype"], tuple(i["shape"]), *i["data_offsets"]) for n, i in header.items() if n != "__metadata__"
         }
+        for _, shape, begin, stop in items.values():
+            if not all(type(i) is int and 0 <= i < 1 << 62 for i in (*shape, begin, stop)):
+                raise ValueError(f"sizes and offsets that are no whole numbers: {shape}, {begin}, {stop}"[:200])
         end = start + max((stop for _, _, _, stop in items.values()), default=0)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise damaged(path, "A safetensors file has no header that can be read", got=str(error)) from error
     if end != size:
         raise damaged(
@@ -135,7 +138,16 @@ def archive(path: Path, named: Path) -> dict[str, Any]:
         _demand_stored(path, named)
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=plain)
-    except (RuntimeError, ValueError, TypeError, KeyError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        EOFError,
+        OSError,
+        pickle.UnpicklingError,
+    ) as error:
         told = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
         raise damaged(named, "A file of torch.save cannot be read", got=told) from error
     if not isinstance(value, dict):

@@ -191,7 +191,7 @@ def folders_below(root: Path) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """A sorting key under which rows_2000-4000 comes before rows_10000-12000."""
-    return tuple((0, int(p), "") if p.isdigit() else (1, 0, p) for p in _DIGITS.split(name) if p)
+    return tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in _DIGITS.split(name) if p)
 
 
 def recognise(root: Path) -> StoreKind | None:
@@ -276,5 +276,5 @@ def _bytes(file: os.DirEntry[str]) -> int:
     """Size; 0 for a link that leads nowhere."""
     try:
         return file.stat().st_size
-    except FileNotFoundError:
+    except OSError:  # or in a circle
         return 0

@@ -70,7 +70,8 @@ class ForeignStore:
         Raises:
             DataError: two configs say two things.
         """
-        told = {c.get("model", {}).get("hidden_size") for c in self.configs.values()} - {None}
+        models = [m for c in self.configs.values() if isinstance(m := c.get("model"), dict)]
+        told = {size for m in models if type(size := m.get("hidden_size")) is int}
         if len(told) > 1:
             raise DataError(
                 "Folders of this store are of different models",

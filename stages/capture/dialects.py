@@ -93,8 +93,9 @@ _LAST_ID_SINCE = (0, 5, 17)
 
 def family_of(config: Mapping[str, Any]) -> str:
     """The model class that an engine takes a target's config.json for, as a model_type."""
-    for name in config.get("architectures") or ():
-        if name in _FAMILY_OF_CLASS:
+    named = config.get("architectures")
+    for name in named if isinstance(named, list) else ():
+        if isinstance(name, str) and name in _FAMILY_OF_CLASS:
             return _FAMILY_OF_CLASS[name]
     return _family(str(config.get("model_type", "")))
 

@@ -72,16 +72,32 @@ def fingerprint(slots: Sequence[Tensor]) -> str:
     return sha.hexdigest()
 
 
+_POSITIONS = (16, 64, 256, 1024, 4096)
+
+
 class Seen:
     """Rows met so far by what they hold."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
+        self._parts: dict[bytes, tuple[bytes, str]] = {}
 
     def before(self, key: str, name: str) -> str | None:
         """The first row with the same content, None when `name` is the first."""
         first = self._first.setdefault(key, name)
         return None if first == name else first
+
+    def part_of_another(self, ids: Tensor, slots: Sequence[Tensor], name: str) -> str | None:
+        """The first row that holds the same states at one of a few positions though other tokens lead there."""
+        for at in (p for p in _POSITIONS if p < len(ids)):
+            key = hashlib.sha256(
+                b"".join(s[at].contiguous().view(torch.uint8).numpy().tobytes() for s in slots)
+            ).digest()
+            tokens = hashlib.sha256(ids[: at + 1].int().numpy().tobytes()).digest()
+            known, first = self._parts.setdefault(key, (tokens, name))
+            if known != tokens:
+                return first
+        return None
 
 
 def row_faults(
@@ -103,6 +119,7 @@ def row_faults(
         # may well hold the same states as one that goes on otherwise.
         filled = not counts.zero_states and not counts.constant_slots and (row.kept is None or bool(row.kept.all()))
         copied = seen.before(fingerprint(slots), row.row_id) if filled else None
+        copied = copied or (filled and seen.part_of_another(row.input_ids, slots, row.row_id)) or None
         records.append(
             RowFaults(
                 row_id=row.row_id,

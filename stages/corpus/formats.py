@@ -110,7 +110,7 @@ def _is_one_value(head: bytes) -> bool:
     if text.startswith(b"["):
         try:
             json.loads(first)
-        except ValueError:
+        except (ValueError, RecursionError):
             return True
         return not rest.strip()  # a whole array on its line: the only line holds rows, one of many is a line of its own
     return bool(newline) and first.rstrip().endswith((b"{", b",", b"[", b":"))

@@ -26,7 +26,7 @@ def sound(blob: Blob) -> Iterator[None]:
 
     try:
         yield
-    except (EOFError, OSError, zlib.error, ArrowException, UnicodeError) as error:
+    except (EOFError, OSError, zlib.error, ArrowException, UnicodeError, OverflowError, KeyError) as error:
         raise DataError(
             "A source's file is damaged or cut off",
             where=blob.where,
@@ -59,6 +59,9 @@ def elements(blob: Blob, stream: BinaryIO, most: int) -> Iterator[Record]:
             yield number, row
 
 
+_LENIENT = json.JSONDecoder(parse_int=len)
+
+
 class _Values:
     """The values of JSON text, decoded one at a time from a buffer that is refilled."""
 
@@ -85,7 +88,7 @@ class _Values:
             else:
                 value = self._decode()
                 yield value
-                if isinstance(value, RowFault):
+                if isinstance(value, RowFault) and value.reason == "row cut off":
                     return
         if self.in_array and not closed:
             yield RowFault("row cut off", "the array has no end")
@@ -109,17 +112,27 @@ class _Values:
 
     def _decode(self) -> Any:
         while True:
-            fault = ""
+            fault, hidden = "", False
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)
                 if end < len(self._buffer) or self._ended:
                     self._at = end
                     return value
-            except (ValueError, RecursionError) as error:
-                fault = str(error)
+            except json.JSONDecodeError as error:
+                fault, rest = str(error), self._buffer[error.pos :].strip()
+                hidden = len(rest) > 8 and not error.msg.startswith("Unterminated string")
+            except RecursionError as error:
+                fault, hidden = str(error), True
+            except ValueError as error:  # NaN, or more digits than an int may have: where the value ends is known
+                value, end = _LENIENT.raw_decode(self._buffer, self._at)
+                if end < len(self._buffer) or self._ended:
+                    self._at = end
+                    return RowFault("not JSON", str(error))
             if len(self._buffer) - self._at > self._most:
                 raise self._no_json(f"an element over {self._most} characters, or one that is no JSON: {fault}")
             if not self._refill() and fault:
+                if hidden:
+                    raise self._no_json(fault)
                 return RowFault("row cut off", fault)
 
     def _no_json(self, got: str) -> DataError:

@@ -89,7 +89,8 @@ def _pair(item: str, row: dict[str, Any]) -> tuple[Shape, Item]:
     asked = next(row[k] for k in _PROMPT_KEYS if isinstance(row.get(k), str | list))
     answer = next((row[k] for k in _ANSWER_KEYS if isinstance(row.get(k), str | list)), None)
     messages = [{"role": "system", "content": row["system"]}] if _text_of(row, "system") else []
-    for turn in row.get("history") or []:
+    history = row.get("history") or []
+    for turn in history if isinstance(history, list) else [history]:
         if not (isinstance(turn, list) and len(turn) == 2):
             raise RowFault("unknown layout", "`history` is not a list of [question, answer]")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
@@ -154,8 +155,9 @@ def _join_parts(message: Message) -> None:
     texts, thoughts = [], []
     for part in message["content"]:
         kind = part.get("type", "text") if isinstance(part, dict) else "text" if isinstance(part, str) else "unknown"
-        text = part if isinstance(part, str) else part.get("text", part.get(kind)) if isinstance(part, dict) else None
-        if not isinstance(text, str) or kind not in (*_TEXT_PARTS, *_THOUGHT_PARTS):
+        known = kind in (*_TEXT_PARTS, *_THOUGHT_PARTS)
+        text = part if isinstance(part, str) else part.get("text", part.get(kind)) if known else None
+        if not isinstance(text, str) or not known:
             raise RowFault("content is not text", f"{message.get('role')}: a part of type {kind}"[:80])
         (thoughts if kind in _THOUGHT_PARTS else texts).append(text)
     message["content"] = " ".join(texts)

@@ -130,6 +130,8 @@ def writable(item: Item) -> None:
         if all(0xDC80 <= ord(c) <= 0xDCFF for c in strange):  # how formats.py keeps bytes that are no UTF-8
             raise RowFault("not UTF-8", f"byte 0x{ord(strange[0]) - 0xDC00:02x}") from error
         raise RowFault("lone surrogate", f"{strange!a} cannot be written as UTF-8") from error
+    except TypeError as error:  # a column file's times, decimals, bytes
+        raise RowFault("not JSON", str(error)) from error
     except ValueError as error:
         raise RowFault("number out of range", "a number beyond what a float can hold") from error
     except RecursionError as error:

@@ -178,7 +178,7 @@ class Template:
         told = {"chat_template": self._dated(self._source(tools)), **self._arguments, "return_dict": False, **how}
         try:
             return self.tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **told)
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, RecursionError) as error:
             raise RowFault("template refuses", str(error)) from error
 
     def _source(self, tools: Sequence[dict[str, Any]]) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import lzma
 import pickletools
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +73,20 @@ def contents_of(path: Path) -> Contents:
         if path.suffix == ".safetensors":
             return read_header(path)
         value = follow(_pickle_of(path))
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, struct.error, IndexError, KeyError) as error:
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        zipfile.BadZipFile,
+        struct.error,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+        zlib.error,
+        lzma.LZMAError,
+    ) as error:
         return Contents({}, str(error) or type(error).__name__)
     if not isinstance(value, dict):
         return Contents({}, f"a {type(value).__name__}, not a dict of tensors")
@@ -94,7 +109,7 @@ def read_header(path: Path) -> Contents:
                 for k, v in items.items()
             }
             end = 8 + length + max((int(v["data_offsets"][1]) for v in items.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
             return Contents({}, "a safetensors header that cannot be parsed")
     fault = (
         "" if end == size else f"{size} bytes where its header says {end}: {'cut off' if size < end else 'too long'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -175,7 +176,7 @@ def _named(name: str, value: object) -> list[Facts]:
         return [{"name": name, "dtype": value.dtype, "shape": list(value.dims)}]
     if isinstance(value, list) and value and all(isinstance(v, Shape) for v in value):
         return [line for i, v in enumerate(value) for line in _named(f"{name}[{i}]", v)]
-    return [{"name": name, "dtype": type(value).__name__, "shape": repr(value)[:60]}]
+    return [{"name": name, "dtype": type(value).__name__, "shape": reprlib.repr(value)[:60]}]
 
 
 def tell_folder(path: Path, look: Callable[[Path], Told]) -> Told | None:

@@ -39,6 +39,8 @@ class Run:
 def read_object(path: Path) -> dict[str, Any] | str | None:
     """A JSON object; None where there is no file; else what is wrong with it."""
     try:
+        if path.exists() and not path.is_file():
+            return "no file"
         if path.stat().st_size > _MAX_JSON:
             return f"{path.stat().st_size} bytes, too long to be one"
         value: object = json.loads(path.read_bytes())

@@ -46,7 +46,7 @@ class Linear:
         if rows < _PACKED_MIN_ROWS:
             flat = F.pad(flat, (0, 0, 0, _PACKED_MIN_ROWS - rows))
         out = torch.ops.mkldnn._linear_pointwise(flat, self._packed, None, "none", [], "")
-        return out[:rows].reshape(*x.shape[:-1], -1)
+        return out[:rows].reshape(*x.shape[:-1], out.shape[-1])
 
 
 class Parts(Protocol[Part]):

@@ -139,6 +139,22 @@ def test_faults_within_a_json_array_are_told_as_those_of_lines_are(tmp_path: Pat
     assert [getattr(i, "reason", "") for i in items] == ["not UTF-8", "lone surrogate", "not an object", ""]
 
 
+def test_a_value_that_is_no_json_number_costs_its_row_and_none_behind_it(tmp_path: Path) -> None:
+    """One NaN once took every row behind it along, without a word."""
+    good = json.dumps(ROWS[0])
+    (tmp_path / "x.json").write_text(f'[{good},\n{{"a": NaN}},\n{{"a": {"9" * 5000}}},\n{good}]')
+    read = list(read_files(str(tmp_path / "x.json")))
+    assert [type(r) for r in read] == [Item, Reject, Reject, Item]
+    assert all("not JSON" in r.reason for r in read if isinstance(r, Reject))
+
+
+def test_a_fault_of_syntax_with_rows_behind_it_stops_instead_of_hiding_them(tmp_path: Path) -> None:
+    good = json.dumps(ROWS[0])
+    (tmp_path / "x.json").write_text(f'[{good},\n{{"a" 1}},\n{good}]')
+    with pytest.raises(DataError, match="no sound JSON"):
+        list(read_files(str(tmp_path / "x.json")))
+
+
 def test_packed_parquet_is_refused_with_the_command_that_unpacks_it(tmp_path: Path) -> None:
     (tmp_path / "x.parquet.gz").write_bytes(gzip.compress(parquet()))
     with pytest.raises(DataError, match=r"no format that can be read[\s\S]*gzip -dk"):

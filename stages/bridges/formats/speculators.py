@@ -43,7 +43,7 @@ def recognise(look: Look) -> StoreKind | None:
         return None
     if look.names.keys and not look.names.keys >= {"hidden_states", "token_ids"}:
         return None
-    written = look.config is not None and "layer_ids" in (look.config.get("hidden_states") or {})
+    written = look.config is not None and layer_ids(look.config) is not None
     dialect = "speculators" if written else None
     return StoreKind("speculators", ">=0.5", dialect, "before_final_norm", "hs_{i}.safetensors", "speculators")
 
@@ -68,8 +68,9 @@ def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[Foreig
 
 
 def layer_ids(config: dict[str, Any]) -> list[int] | None:
-    ids = (config.get("hidden_states") or {}).get("layer_ids")
-    return [int(i) for i in ids] if isinstance(ids, list) else None
+    told = config.get("hidden_states")
+    ids = told.get("layer_ids") if isinstance(told, dict) else None
+    return ids if isinstance(ids, list) and all(type(i) is int for i in ids) else None
 
 
 def write(root: Path, parcel: Parcel) -> str:

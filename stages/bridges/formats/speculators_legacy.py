@@ -28,7 +28,7 @@ def recognise(look: Look) -> StoreKind | None:
     keys = look.names.keys
     if keys and not keys >= _OLDER and (not keys >= _KEYS or keys & _OTHERS):
         return None
-    written = look.config is not None and "layer_ids" in (look.config.get("hidden_states") or {})
+    written = look.config is not None and layer_ids(look.config) is not None
     return StoreKind(
         tool="speculators",
         era="0.3-0.4",
@@ -62,5 +62,6 @@ def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[Foreig
 
 
 def layer_ids(config: dict[str, Any]) -> list[int] | None:
-    ids = (config.get("hidden_states") or {}).get("layer_ids")
-    return [int(i) for i in ids] if isinstance(ids, list) else None
+    told = config.get("hidden_states")
+    ids = told.get("layer_ids") if isinstance(told, dict) else None
+    return ids if isinstance(ids, list) and all(type(i) is int for i in ids) else None
