@@ -39,9 +39,9 @@ def test_each_fault_is_told_by_name(
     assert words in error.value.got
 
 
-def test_a_date_may_stand_unquoted(tmp_path: Path, repo_root: Path) -> None:
+def test_a_date_stands_quoted(tmp_path: Path, repo_root: Path) -> None:
     text = (repo_root / "params/smollm2-135m.yaml").read_text()
-    (tmp_path / "params.yaml").write_text(text.replace("date: null", "date: 2026-01-31"))
+    (tmp_path / "params.yaml").write_text(text.replace("date: null", "date: '2026-01-31'"))
     assert load_params(tmp_path / "params.yaml").prepare.rendering.date == "2026-01-31"
 
 
