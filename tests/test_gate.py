@@ -185,7 +185,9 @@ def test_every_folder_gives_a_row_until_there_are_too_many_and_then_the_report_s
     slots = [c for c in judge(monkeypatch, "training").checks if c.table == "slots"]
     assert f"over {4 * folders} rows" in slots[-1].actual and "unprobed" not in slots[-2].expected
     monkeypatch.setattr(_gate_states, "MOST_PROBED", 2)
-    monkeypatch.setattr(_gate_states, "_odd_ones", lambda stored: [])  # which would reach every folder of so small a store
+    monkeypatch.setattr(
+        _gate_states, "_odd_ones", lambda stored: []
+    )  # which would reach every folder of so small a store
     raw = json.loads((line / "params.yaml").read_text())
     raw["gates"]["training"]["probe_rows"] = 1
     (line / "params.yaml").write_text(json.dumps(raw))
