@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stages.contracts.draft import DraftRecord
+from stages.contracts.draft import DRAFT, DraftRecord
 from stages.contracts.errors import DataError, EngineError, LineError, ParamsError, Refusal
-from stages.contracts.manifest import CaptureManifest, FolderConfig, MergedManifest, PreparedManifest
+from stages.contracts.integrity import verify_draft, verify_merged
+from stages.contracts.manifest import MERGED, CaptureManifest, FolderConfig, MergedManifest, PreparedManifest
 from stages.contracts.params import load_params
 from stages.contracts.progress import progress
 from stages.glancing.deep import choose, neighbours, tell_findings
@@ -164,6 +165,12 @@ def verify(told: Told, path: Path) -> None:
     kind, manifest = found
     if kind in (CaptureManifest, FolderConfig):
         _verify_rows(told, folder, kind is CaptureManifest)
+        return
+    root = folder.resolve().parents[1]
+    whole = {MergedManifest: (MERGED, verify_merged), DraftRecord: (DRAFT, verify_draft)}
+    own, damages_of = whole.get(kind, (None, None))
+    if own is not None and damages_of is not None and folder.resolve() == root / own:
+        tell_damages(told, damages_of(root), 1)  # in its line: against the reports and manifests beside it, too
         return
     fact = kind.read(manifest)
     digests = digests_of(fact)

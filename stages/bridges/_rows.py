@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stages.bridges._open import damaged
-from stages.bridges.kinds import ForeignRow
+from stages.bridges.kinds import ForeignRow, StoreFile
 
 _STATES = (torch.bfloat16, torch.float16, torch.float32)
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
@@ -96,6 +96,23 @@ def make_row(
     row = ForeignRow(index, file, ids_L, mask_L, tuple(aux), last)
     fits = mask_L is not None and len(mask_L) == len(ids_L)
     return row.first(len(ids_L) - _tail(ids_L, mask_L if fits else None)) if padded else row
+
+
+def read_joined(sample: dict[str, Any], file: StoreFile, path: Path, *, last: str, aux: str) -> ForeignRow:
+    """The one row of a file that holds ids, mask, the last state and the auxiliary ones joined on their last dimension.
+
+    Args:
+        last, aux: their names in the file.
+
+    Raises:
+        DataError: a part is missing, or parts do not fit each other.
+    """
+    demand_keys(sample, ("input_ids", aux, last), path)
+    last_LH, aux_LF = states(sample[last], last, path), states(sample[aux], aux, path)
+    parts = split(aux_LF, max(aux_LF.shape[-1] // max(last_LH.shape[-1], 1), 1), aux, path)
+    ids, mask = sample["input_ids"], sample.get("loss_mask")
+    assert file.index is not None
+    return make_row(file.index, file.path, path, ids=ids, mask=mask, aux=parts, last=last_LH, padded=True)
 
 
 def demand_even(row: ForeignRow, path: Path) -> None:

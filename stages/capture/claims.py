@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from torch import Tensor
-
 from stages.capture.dialects import layer_ids, points_of
+from stages.capture.findings import RowLike
 from stages.contracts.errors import EngineError, ParamsError, Refusal
 from stages.contracts.files import canonical, digest
 from stages.contracts.manifest import CaptureSpec
@@ -23,19 +22,9 @@ SHOWN = 5
 Told = Literal["store", "params"]
 
 
-class ForeignRow(Protocol):
+class ForeignRow(RowLike, Protocol):
     """See stages/bridges/kinds.py."""
 
-    @property
-    def file(self) -> str: ...
-    @property
-    def input_ids(self) -> Tensor: ...
-    @property
-    def loss_mask(self) -> Tensor | None: ...
-    @property
-    def aux(self) -> tuple[Tensor, ...]: ...
-    @property
-    def last(self) -> Tensor | None: ...
     @property
     def padding(self) -> int: ...
     @property

@@ -64,14 +64,14 @@ def tell_digests(told: Told, folder: Path, digests: Mapping[str, str], stage: st
         advance(path.stat().st_size if path.is_file() else 0)
     told.facts["verified"] = {"files": len(digests), "as_written": good}
     if good == len(digests):
-        told.add("fine", f"{many(good, 'file')} are as they were written")
+        told.add("fine", f"{many(good, 'file')} as written")
 
 
 def tell_damages(told: Told, damages: Iterable[DamageLike], checked: int) -> None:
-    """Damaged places of a row store."""
+    """Damaged places of a row store, a merged set or a draft."""
     found = list(damages)
     for d in found:
         told.add("fault", f"{d.what}; expected {d.expected[:19]}, found {d.got[:19]}", d.do, d.where)
     told.facts["verified"] = {"folders": checked, "damaged_places": len(found)}
     if not found:
-        told.add("fine", f"{many(checked, 'folder')} are as they were written, to the byte")
+        told.add("fine", f"{many(checked, 'folder')} as written, to the byte")

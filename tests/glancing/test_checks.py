@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from stages import glance
+from stages.contracts.draft import DraftRecord
 from stages.contracts.errors import LineError, Refusal, run
+from stages.contracts.evidence import TRAIN_METRICS, TrainMetrics
 from stages.contracts.files import file_digest
 from stages.targets import load_target
 from tests import tiny
@@ -185,3 +187,26 @@ def test_with_its_target_at_hand_a_store_is_recomputed_and_a_shift_is_named(tmp_
     assert [f for f in told.faults if "data_" in f.where]
     with pytest.raises(Refusal):
         glance.demand_sound(told)
+
+
+def test_a_draft_in_its_line_is_held_against_what_training_wrote_beside_it(tmp_path: Path) -> None:
+    evidence.write_whole_line(tmp_path)
+    folder = tmp_path / "models/draft"
+
+    def damaged() -> object:
+        told = glance.look(folder)
+        glance.verify(told, folder)
+        return told.facts["verified"]["damaged_places"]
+
+    for file in stores.draft(tmp_path / "d").iterdir():
+        file.rename(folder / file.name)
+    own = {
+        "weights_digest": file_digest(folder / "model.safetensors"),
+        "config_digest": file_digest(folder / "config.json"),
+    }
+    evidence.draft().model_copy(update=own).write(folder / "draft_record.json")
+    assert damaged() == 1, "its own files are in order, and training wrote another record"
+    metrics = TrainMetrics.read(tmp_path / TRAIN_METRICS)
+    digest = DraftRecord.read(folder / "draft_record.json").digest()
+    metrics.model_copy(update={"draft_digest": digest}).write(tmp_path / TRAIN_METRICS)
+    assert damaged() == 0

@@ -31,15 +31,9 @@ def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[Foreig
     Raises:
         DataError: a part is missing, or parts do not fit each other.
     """
-    from stages.bridges._rows import demand_keys, make_row, split, states
+    from stages.bridges._rows import read_joined
 
-    demand_keys(sample, ("input_ids", "hidden_states", "target_hiddens"), path)
-    last = states(sample["target_hiddens"], "target_hiddens", path)
-    aux = states(sample["hidden_states"], "hidden_states", path)
-    parts = split(aux, max(aux.shape[-1] // max(last.shape[-1], 1), 1), "hidden_states", path)
-    ids, mask = sample["input_ids"], sample.get("loss_mask")
-    assert file.index is not None
-    yield make_row(file.index, file.path, path, ids=ids, mask=mask, aux=parts, last=last, padded=True)
+    yield read_joined(sample, file, path, last="target_hiddens", aux="hidden_states")
 
 
 def layer_ids(config: dict[str, Any]) -> list[int] | None:

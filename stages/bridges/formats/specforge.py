@@ -46,15 +46,9 @@ def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[Foreig
     Raises:
         DataError: a part is missing, or parts do not fit each other.
     """
-    from stages.bridges._rows import demand_keys, make_row, split, states
+    from stages.bridges._rows import read_joined
 
-    demand_keys(sample, ("input_ids", "hidden_state", "aux_hidden_state"), path)
-    last = states(sample["hidden_state"], "hidden_state", path)
-    aux = states(sample["aux_hidden_state"], "aux_hidden_state", path)
-    parts = split(aux, max(aux.shape[-1] // max(last.shape[-1], 1), 1), "aux_hidden_state", path)
-    ids, mask = sample["input_ids"], sample.get("loss_mask")
-    assert file.index is not None
-    yield make_row(file.index, file.path, path, ids=ids, mask=mask, aux=parts, last=last, padded=True)
+    yield read_joined(sample, file, path, last="hidden_state", aux="aux_hidden_state")
 
 
 def layer_ids(config: dict[str, Any]) -> list[int] | None:
