@@ -1,0 +1,29 @@
+"""params.yaml: train."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stages.contracts.sections.base import Number, Positive, Section, Seed, Share, Whole
+
+
+class Train(Section):
+    algorithm: Literal["eagle3"]
+    seed: Seed
+    steps_ahead: Annotated[Whole, Field(ge=1, le=16)]
+    step_decay: Annotated[Number, Field(gt=0, le=1)]
+    optimizer_steps: Positive
+    batch_tokens: Positive
+    learning_rate: Annotated[Number, Field(gt=0, lt=1)]
+    warmup_share: Share
+    weight_decay: Annotated[Number, Field(ge=0, lt=1)]
+    gradient_clip: Annotated[Number, Field(gt=0)]
+    heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    intermediate_size: Positive
+    head: Literal["trained", "frozen"]
+    evaluate_every: Positive
+    checkpoint_every: Positive
