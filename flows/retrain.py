@@ -92,7 +92,8 @@ def _retrain(root: Path, promote: bool, stage_time_limit_s: float) -> tuple[str,
 
 
 def _commit(branch: str, words: str, root: Path) -> None:
-    commit = git_state.commit_record(branch, f"retrain: {words}", root)
+    head, _, rest = words.partition("\n")
+    commit = git_state.commit_record(branch, f"retrain: {head}\n\n{rest}".strip(), root)
     get_run_logger().info("recorded on %s: %s", branch, commit or "nothing changed")
 
 
