@@ -53,7 +53,7 @@ def _tree(root: Path, base: str) -> str:
         index = {"GIT_INDEX_FILE": str(Path(aside) / "index")}
         _git(root, "read-tree", base, extra=index)
         there = [name for name in RECORD if (root / name).exists()]
-        _git(root, "rm", "-r", "-q", "--cached", "--ignore-unmatch", "--", *RECORD, extra=index)
+        _git(root, "rm", "-r", "-f", "-q", "--cached", "--ignore-unmatch", "--", *RECORD, extra=index)
         _git(root, "add", "-f", "--", *there, extra=index)
         return _git(root, "write-tree", extra=index)
 

@@ -3,11 +3,12 @@ valid. DVC notes what each stage ran with in dvc.lock, so that a run's overrides
 
 from __future__ import annotations
 
-import io
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from stages.contracts.errors import ParamsError
 from stages.contracts.files import write_whole
@@ -35,50 +36,53 @@ def choose_params(name: str, root: Path) -> None:
 
 
 def override(changes: Mapping[str, Any], root: Path) -> None:
-    """Write values into params.yaml by dotted key (`train.optimizer_steps`), comments and order kept.
+    """Write values into params.yaml by dotted key (`train.optimizer_steps`); everything else stays, to the byte.
 
     Raises:
         ParamsError: a key that is not there, or params that are not valid with these values; params.yaml is as it was.
     """
-    import ruamel.yaml
-
-    yaml = ruamel.yaml.YAML()
-    yaml.preserve_quotes = True
-    yaml.width = 1 << 20  # no line is broken
-    raw = yaml.load((root / PARAMS).read_text(encoding="utf-8"))
+    text = (root / PARAMS).read_text(encoding="utf-8")
     for key, value in changes.items():
-        section, name = _section(raw, key)
-        section[name] = value
-    text = io.StringIO()
-    yaml.dump(raw, text)
+        node = _find(yaml.compose(text, Loader=yaml.SafeLoader), key)
+        text = text[: node.start_mark.index] + _written(value) + text[node.end_mark.index :]
     with tempfile.TemporaryDirectory() as aside:
         path = Path(aside) / PARAMS.name
-        path.write_text(text.getvalue(), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         load_params(path)
-    write_whole(root / PARAMS, text.getvalue().encode())
+    write_whole(root / PARAMS, text.encode())
 
 
-def _section(raw: Any, key: str) -> tuple[Any, Any]:
-    """The mapping or list that holds a key, and the key in it."""
-    *path, name = key.split(".")
-    for part in path:
-        raw = _under(raw, part, key)
-    _under(raw, name, key)
-    return raw, _index(raw, name)
+def _written(value: Any) -> str:
+    """A value on one line of YAML."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).removesuffix("...\n").strip()
 
 
-def _under(raw: Any, part: str, key: str) -> Any:
-    try:
-        return raw[_index(raw, part)]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+def _find(node: Any, key: str) -> Any:
+    """The node of a value on one line, by its dotted key."""
+    for part in key.split("."):
+        found = _children(node)
+        if part not in found:
+            raise ParamsError(
+                f"params.yaml has no {key}",
+                where="overrides of this run",
+                expected=f"one of {', '.join(found)}" if found else "a key that params.yaml has",
+                got=part,
+                do="name keys by dots as they stand in params.yaml: train.optimizer_steps, prepare.sources.0.limit",
+            )
+        node = found[part]
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style:
         raise ParamsError(
-            f"params.yaml has no {key}",
+            f"{key} is a section, not a value",
             where="overrides of this run",
-            expected=f"one of {sorted(map(str, raw))}" if isinstance(raw, Mapping) else "a key that params.yaml has",
-            got=part,
-            do="name keys by dots as they stand in params.yaml: train.optimizer_steps, prepare.sources.0.limit",
-        ) from error
+            expected=f"its keys one by one: {', '.join(f'{key}.{name}' for name in _children(node))}",
+            got=key,
+            do="give the values that change, each with its own key",
+        )
+    return node
 
 
-def _index(raw: Any, part: str) -> Any:
-    return int(part) if isinstance(raw, list) else part
+def _children(node: Any) -> dict[str, Any]:
+    """What lies in a mapping by its keys, or in a list by its places."""
+    if isinstance(node, yaml.MappingNode):
+        return {str(key.value): value for key, value in node.value}
+    return {str(i): value for i, value in enumerate(node.value)} if isinstance(node, yaml.SequenceNode) else {}
