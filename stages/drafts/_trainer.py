@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from stages.contracts.errors import DataError
+from stages.drafts._gradients import add_gradients
+from stages.drafts._group import ALONE, Group
 from stages.drafts._loss import Teacher
 from stages.drafts._module import Eagle3
-from stages.drafts._training import Ahead, PackedBatch, look_ahead
+from stages.drafts._training import Ahead, PackedBatch
 
 _AVERAGE_OVER = 40  # steps that the averaged weights look back on, about
 
@@ -76,8 +78,8 @@ class Trainer:
     bits as 20.
     """
 
-    def __init__(self, draft: Eagle3, teacher: Teacher, schedule: Schedule) -> None:
-        self.draft, self.teacher, self.schedule = draft, teacher, schedule
+    def __init__(self, draft: Eagle3, teacher: Teacher, schedule: Schedule, group: Group = ALONE) -> None:
+        self.draft, self.teacher, self.schedule, self.group = draft, teacher, schedule, group
         self.step = 0
         self._named = {n: p for n, p in draft.named_parameters() if p.requires_grad}
         matrices = [p for p in self._named.values() if p.dim() > 1]
@@ -86,20 +88,20 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.95), fused=True)
         self.average = {n: p.detach().clone() for n, p in self._named.items()}
 
-    def train(self, batch: PackedBatch) -> Ahead:
-        """One optimizer step.
+    def train(self, *batches: PackedBatch) -> Ahead:
+        """One optimizer step on all batches together, and on those of the group's other processes.
 
         Raises:
             DataError: the loss or a gradient is not finite; the batch's rows are named and nothing is stepped.
         """
-        ahead = look_ahead(self.draft, self.teacher, batch, self.schedule.steps_ahead, self.schedule.step_decay)
         self._optimizer.zero_grad(set_to_none=True)
-        ahead.loss.backward()
+        steps, decay = self.schedule.steps_ahead, self.schedule.step_decay
+        ahead = add_gradients(self.draft, self.teacher, batches, steps, decay, self.group)
         norm = torch.nn.utils.clip_grad_norm_(self._named.values(), self.schedule.gradient_clip)
         if not bool(ahead.loss.isfinite() & norm.isfinite()):
             raise DataError(
                 "The loss is no longer a number",
-                where=f"optimizer step {self.step}, rows {', '.join(batch.row_ids)}",
+                where=f"optimizer step {self.step}, rows {', '.join(self._rows(batches))}",
                 expected="a finite loss and finite gradients",
                 got=f"loss {float(ahead.loss.detach())}, gradient norm {float(norm)}",
                 do="look at these rows' states (`dvc repro gate-training` checks them), or lower train.learning_rate",
@@ -112,6 +114,10 @@ class Trainer:
         for name, parameter in self._named.items():
             self.average[name].lerp_(parameter.detach(), weight)
         return ahead
+
+    def _rows(self, batches: Sequence[PackedBatch]) -> list[str]:
+        """The step's rows, of all processes."""
+        return [r for told in self.group.gather([r for b in batches for r in b.row_ids]) for r in told]
 
     def averaged(self) -> Eagle3:
         """The draft with its averaged weights: what is evaluated and exported."""
