@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import random
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from stages.drafts import _resume
 from stages.drafts._resume import ResumePoints, ResumeState
 from stages.drafts.eagle3 import Trainer, read_draft
 from tests import line, tiny
+from tests.test_killed import killed
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +264,26 @@ def test_a_loss_that_jumps_stops_names_the_rows_and_leaves_no_resume_point_of_it
     assert rows and all(row in caught.value.where for row in rows) and "optimizer step 25" in caught.value.where
     assert "lower train.learning_rate" in caught.value.do and not DRAFT.exists()
     assert [p.name for p in train.WORK.glob("*/step_*")] == ["step_000025"]
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_run_goes_on_from_its_last_whole_point_to_the_same_bits(here: Path) -> None:
+    set_params(here, optimizer_steps=30, checkpoint_every=1, evaluate_every=6)
+    started = time.monotonic()
+    train.main()
+    took = time.monotonic() - started
+    whole = (DraftRecord.read(DRAFT / DRAFT_RECORD), TRAIN_METRICS.read_bytes(), unmeasured_curves())
+    moments, hit = random.Random(3), 0
+    for _ in range(6):
+        shutil.rmtree(DRAFT)
+        TRAIN_METRICS.unlink()
+        while killed(train.main, moments.uniform(0, 0.7 * took)):
+            hit += 1
+            points = [p for p in train.WORK.glob("*/step_*") if p.suffix == ""]
+            assert all((p / "resume.json").exists() and (p / "tensors.safetensors").exists() for p in points)
+        found = (DraftRecord.read(DRAFT / DRAFT_RECORD), TRAIN_METRICS.read_bytes(), unmeasured_curves())
+        assert found == whole and not [p for p in Path().rglob("*") if p.suffix in (".part", ".old")]
+    assert hit >= 6
 
 
 @pytest.mark.parametrize("changed", ["train.optimizer_steps", "the merged rows", "the draft vocabulary", "the start"])

@@ -2,12 +2,13 @@
 
 The parts: _module.py (the layer, with a picture of what predicts what), _start.py (initial weights), _training.py
 (training-time test over packed rows), _loss.py (soft labels), _gradients.py (of a step, in pieces), _group.py (several
-processes), _trainer.py (optimizer), _session.py (a run), _watch.py, _resume.py, _curves.py, _export.py (files), and
-_decode.py for serving.
+processes), _trainer.py (optimizer), _session.py (a run), _watch.py, _resume.py, _curves.py, _export.py (files), _formats.py
+(other tools' files), and _decode.py for serving.
 """
 
 from stages.drafts._curves import Curves, HeldOut
 from stages.drafts._export import DraftCheckpoint, check_vocabulary, config_json, export, read_draft
+from stages.drafts._formats import FORMATS, Verifier, write_as
 from stages.drafts._group import ALONE, Group, join, leave
 from stages.drafts._loss import Teacher
 from stages.drafts._module import Eagle3, Eagle3Config, rotary, rotate
@@ -19,6 +20,7 @@ from stages.drafts._training import Ahead, PackedBatch, look_ahead
 
 __all__ = [
     "ALONE",
+    "FORMATS",
     "Ahead",
     "BatchOrder",
     "Best",
@@ -35,6 +37,7 @@ __all__ = [
     "Session",
     "Teacher",
     "Trainer",
+    "Verifier",
     "carry_over",
     "check_vocabulary",
     "config_json",
@@ -46,4 +49,5 @@ __all__ = [
     "rotary",
     "rotate",
     "start_draft",
+    "write_as",
 ]
