@@ -43,7 +43,7 @@ from stages.targets import identify_target, load_target, locate_target
 
 WORK = Path(".cache/train")
 _LAYOUT = 2  # of resume points: part of their key, raised when their content changes meaning
-_ANY = ("processes", "checkpoint_every")  # settings that do not decide what a run comes to
+_ANY = ("processes", "shard_weights", "checkpoint_every")  # settings that do not decide what a run comes to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +95,10 @@ def _say_start(start: Start | None, carried: DraftStart | None, params: Params) 
         print("train: there is no release yet, so training starts from the target", file=sys.stderr)
 
 
-def write_draft(session: Session, best: Best, inputs: Inputs) -> DraftRecord:
+def write_draft(draft: Eagle3, best: Best, inputs: Inputs) -> DraftRecord:
     """models/draft as a whole, the record last in it."""
     params, merged = inputs.params, inputs.merged
-    draft = session.best_draft().to(getattr(torch, params.train.export_dtype))
+    draft = draft.to(getattr(torch, params.train.export_dtype))
     ids = layer_ids(merged.capture.points, "sglang", merged.target.model_type)
     with whole_folder(DRAFT) as folder:
         export(draft, folder, ids, *inputs.vocabulary)
@@ -151,6 +151,8 @@ def as_exported(draft: Eagle3, dtype: str) -> Eagle3:
 def session_of(inputs: Inputs, group: Group) -> Session:
     """The run, at its start or at its last resume point."""
     params, rows, told = inputs.params, inputs.rows, inputs.params.train
+    if told.shard_weights:
+        group.shard(inputs.draft, inputs.teacher)
     session = Session(
         Trainer(inputs.draft, inputs.teacher, schedule_of(params), group),
         resume_points(inputs),
@@ -193,8 +195,9 @@ def train(params: Params) -> None:
     session = session_of(inputs, group)
     group.wait()  # before the first removes or replaces what the others read
     best = session.run()
+    draft = session.best_draft()
     if group.first:
-        write_metrics(session, best, write_draft(session, best, inputs))
+        write_metrics(session, best, write_draft(draft, best, inputs))
         session.points.clear()
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from stages.drafts._group import Group
 from stages.drafts._loss import Teacher
 from stages.drafts._module import Eagle3
+from stages.drafts._shards import ShardedLook
 from stages.drafts._training import Ahead, PackedBatch, lay_out, look_ahead
 
 
@@ -31,12 +32,14 @@ def add_gradients(
         return ahead
     own = sum(len(lay_out(b.loss_mask, b.lengths, 1).roots[0]) for b in batches)
     in_all = int(group.total([own])[0])
-    made = []
-    for batch in batches:
-        ahead = look_ahead(draft, teacher, batch, steps, decay, roots_in_all=in_all)
-        ahead.loss.backward()
-        made.append(ahead)
-    group.add_gradients(parameters)
+    if group.sharded is None:
+        made: list[Ahead] = []
+        for batch in batches:
+            made.append(look_ahead(draft, teacher, batch, steps, decay, roots_in_all=in_all))
+            made[-1].loss.backward()
+        group.add_gradients(parameters)
+    else:
+        made = _sharded(group.sharded, batches, max(group.gather(max(1, len(batches)))), steps, decay, in_all)
     counts = group.total([*_sums(made, steps), float(sum(float(a.loss.detach()) for a in made))])
     return Ahead(
         loss=torch.tensor(counts[-1], dtype=draft.fc.weight.dtype, device=draft.fc.weight.device),
@@ -45,6 +48,18 @@ def add_gradients(
         hits=tuple(map(int, counts[:steps])),
         tried=tuple(map(int, counts[steps : 2 * steps])),
     )
+
+
+def _sharded(
+    look: ShardedLook, batches: Sequence[PackedBatch], pieces: int, steps: int, decay: float, in_all: int
+) -> list[Ahead]:
+    """The same of a sharded draft: FSDP adds the gradients up, and wants as many passes of every process."""
+    made: list[Ahead] = []
+    for i in range(pieces):
+        loss, ahead = look(batches[i] if i < len(batches) else None, steps, decay, in_all)
+        loss.backward()
+        made += [ahead] if ahead else []
+    return made
 
 
 def _sums(made: Sequence[Ahead], steps: int) -> list[float]:

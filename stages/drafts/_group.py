@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,26 @@ from torch import nn
 
 from stages.contracts.errors import EngineError
 
+if TYPE_CHECKING:
+    from stages.drafts._loss import Teacher
+    from stages.drafts._module import Eagle3
+    from stages.drafts._shards import ShardedLook
+
 
 class Group:
-    """Rank `rank` of `size` processes; size 1 needs no torch.distributed and never waits."""
+    """Rank `rank` of `size` processes; size 1 needs no torch.distributed and never waits. sharded: the draft's pass, where
+    each process keeps a part of its weights."""
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
         self.rank, self.size, self.device = rank, size, device or torch.device("cpu")
+        self.sharded: ShardedLook | None = None
+
+    def shard(self, draft: Eagle3, teacher: Teacher) -> None:
+        """Share the draft's weights out; with one process there is nothing to share."""
+        if self.size > 1:
+            from stages.drafts._shards import shard
+
+            self.sharded = shard(draft, teacher, self.size)
 
     @property
     def first(self) -> bool:

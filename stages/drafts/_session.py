@@ -95,13 +95,14 @@ class Session:
 
     def save(self) -> None:
         """Write a resume point; the first process does."""
+        tensors = self.trainer.tensors()
         if self.trainer.group.first:
             state = {"curves": self.curves.state(), "roots_seen": self.roots_seen}
             state |= {"stale": self.stale, "recent": self.watch.recent}
             for name, fact in (("best", self.best), ("reference", self.reference)):
                 state[name] = fact.model_dump(mode="json") if fact else None
             kept = {f"best.{n}": t for n, t in self.best_weights.items()}
-            self.points.save(self.trainer.step, self.trainer.tensors() | kept, state)
+            self.points.save(self.trainer.step, tensors | kept, state)
         self.trainer.group.wait()
 
     def measure(self, loss: float) -> HeldOut:

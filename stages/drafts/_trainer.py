@@ -14,6 +14,7 @@ from stages.drafts._gradients import add_gradients
 from stages.drafts._group import ALONE, Group
 from stages.drafts._loss import Teacher
 from stages.drafts._module import Eagle3
+from stages.drafts._shards import part_like, whole, wholes
 from stages.drafts._training import Ahead, PackedBatch
 
 _AVERAGE_OVER = 40  # steps that the averaged weights look back on, about
@@ -97,7 +98,7 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         steps, decay = self.schedule.steps_ahead, self.schedule.step_decay
         ahead = add_gradients(self.draft, self.teacher, batches, steps, decay, self.group)
-        norm = torch.nn.utils.clip_grad_norm_(self._named.values(), self.schedule.gradient_clip)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._named.values(), self.schedule.gradient_clip))
         if not bool(ahead.loss.isfinite() & norm.isfinite()):
             raise DataError(
                 "The loss is no longer a number",
@@ -122,7 +123,7 @@ class Trainer:
     def averaged(self) -> Eagle3:
         """The draft with its averaged weights: what is evaluated and exported."""
         copy = Eagle3(self.draft.config, self.draft.embedding)
-        copy.load_state_dict(self.draft.state_dict() | self.average)
+        copy.load_state_dict(wholes(self.draft.state_dict() | self.average))
         return copy.requires_grad_(False)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -131,14 +132,14 @@ class Trainer:
         found |= {f"average.{n}": t for n, t in self.average.items()}
         for name, parameter in self._named.items():
             found |= {f"{key}.{name}": t for key, t in self._optimizer.state[parameter].items()}
-        return found
+        return wholes(found)
 
     def load(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Go on from `tensors` as `tensors()` gave them after `step` steps."""
         self.step = step
         with torch.no_grad():
             for name, parameter in self._named.items():
-                parameter.copy_(tensors[f"weights.{name}"])
-                self.average[name].copy_(tensors[f"average.{name}"])
-                keys = ("step", "exp_avg", "exp_avg_sq")
-                self._optimizer.state[parameter] = {key: tensors[f"{key}.{name}"].clone() for key in keys}
+                parameter.copy_(part_like(tensors[f"weights.{name}"], parameter))
+                self.average[name].copy_(part_like(tensors[f"average.{name}"], parameter))
+                state = {key: tensors[f"{key}.{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq")}
+                self._optimizer.state[parameter] = {key: part_like(t, parameter) for key, t in state.items()}

@@ -32,6 +32,7 @@ class Train(Section):
     checkpoint_every: Positive
     accumulate: Positive
     processes: Annotated[Whole, Field(ge=1, le=64)]
+    shard_weights: bool
     start_from: Annotated[str, Field(min_length=1)] | None
     start_vocabulary: Literal["keep", "rebuild"]
     export_dtype: Literal["float32", "bfloat16"]
