@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -81,6 +82,28 @@ def choose_params(name: str, root: Path) -> None:
         )
     load_params(sets[name])
     write_whole(root / "params.yaml", sets[name].read_bytes())
+
+
+def go_on_from_release(root: Path) -> None:
+    """Have training go on from the current release's draft: train.start_from in params.yaml, its line alone.
+
+    Raises:
+        ParamsError: params.yaml has no such line, or is not valid with it.
+    """
+    path = root / "params.yaml"
+    text = path.read_text(encoding="utf-8")
+    changed, lines = re.subn(r"(?m)^(  start_from:) [^#\n]*?( *#|$)", r"\1 current_release\2", text)
+    if lines != 1:
+        raise ParamsError(
+            "params.yaml has no line to say that training goes on from the release",
+            where=str(path),
+            expected="one line `  start_from: ...` in its section train",
+            got=f"{lines} of them",
+            do="write train.start_from: current_release there, and run without warm_start",
+        )
+    if changed != text:
+        write_whole(path, changed.encode())
+    load_params(path)
 
 
 def holders(root: Path) -> list[str]:

@@ -42,6 +42,7 @@ def stage(name: str, root: Path, time_limit_s: float) -> None:
 def retrain(
     params_set: str | None = None,
     promote: bool = True,
+    warm_start: bool = False,
     stage_time_limit_s: float = 6 * 3600,
     lock_wait_s: float = 900,
 ) -> State[Any]:
@@ -50,6 +51,7 @@ def retrain(
     Args:
         params_set: a file in params/ (without .yaml) to put in the place of params.yaml; none runs it as it stands.
         promote: move releases/current.json to the draft that passed.
+        warm_start: train on from the current release's draft, not from the target (it sets train.start_from).
         stage_time_limit_s: seconds a stage may take before it is ended with all its children.
         lock_wait_s: seconds to wait for another run of DVC in this clone.
     """
@@ -57,6 +59,8 @@ def retrain(
     try:
         if params_set:
             line.choose_params(params_set, root)
+        if warm_start:
+            line.go_on_from_release(root)
         line.wait_until_free(root, lock_wait_s, get_run_logger().info)
         for name in line.stage_names(root):
             _run(name, root, stage_time_limit_s)

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from stages.contracts.errors import EngineError
 from stages.drafts._formats import audit
 from stages.drafts.eagle3 import FORMATS, DraftCheckpoint, Verifier, export, look_ahead, read_draft, write_as
-from tests.bridges.test_peers import ask
-from tests.drafts.reference import CONFIG, make_batch, make_draft, make_teacher
+from tests.drafts.reference import make_batch, make_draft, make_teacher
 from tests.drafts.test_export import vocabulary
 
 POINTS = (2, 5, 7)
@@ -102,35 +101,6 @@ def test_a_config_that_means_another_draft_is_named(tmp_path: Path, change: dict
     (folder / "config.json").write_text(json.dumps({k: v for k, v in (raw | change).items() if v is not None}))
     with pytest.raises(EngineError, match=words):
         audit("vllm", draft, folder, POINTS, make_draft(dtype=torch.float32).embedding)
-
-
-THEIRS = """
-import sys, json, torch
-from speculators.model import SpeculatorModel
-from speculators.models.eagle3 import Eagle3DraftModel
-given = torch.load(sys.argv[2], weights_only=True)
-Eagle3DraftModel.load_verifier_weights = lambda self: None
-model = Eagle3DraftModel.from_pretrained(sys.argv[1], dtype=torch.float32)
-model.config.transformer_layer_config._attn_implementation = 'eager'
-named = dict(model.named_parameters())
-said = {n: float(t.double().abs().sum()) for n, t in named.items() if not n.startswith('verifier')}
-said['d2t'], said['t2d'] = float(model.d2t.sum()), float(model.t2d.sum())
-print(json.dumps({'sums': said, 'ids': list(model.target_layer_ids), 'theta': float(1 / model.rotary_emb.inv_freq[1])}))
-"""
-
-
-@pytest.mark.slow
-def test_the_speculators_reader_loads_every_tensor_and_id_that_was_written(tmp_path: Path) -> None:
-    export(make_draft(dtype=torch.float32), tmp_path / "draft", (1, 4, 6), *vocabulary())
-    draft = read_draft(tmp_path / "draft")
-    folder = write("speculators", draft, tmp_path / "speculators")
-    torch.save({}, tmp_path / "given.pt")
-    theirs = ask("speculators-0.9.0", THEIRS, str(folder), str(tmp_path / "given.pt"))
-    ours = {n.replace("midlayer.", "layers.0."): float(t.double().abs().sum()) for n, t in draft.tensors.items()}
-    ours |= {"d2t": float(draft.d2t.sum()), "t2d": float(draft.t2d.sum())}
-    ours["embed_tokens.weight"] = float(make_draft(dtype=torch.float32).embedding.double().abs().sum())
-    assert theirs["sums"] == pytest.approx(ours) and theirs["ids"] == list(POINTS)
-    assert theirs["theta"] == pytest.approx(CONFIG.rope_theta ** (2 / CONFIG.head_dim), rel=1e-5)
 
 
 def test_a_draft_rounded_to_bfloat16_drafts_what_its_files_draft(tmp_path: Path) -> None:

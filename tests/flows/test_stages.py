@@ -13,6 +13,7 @@ import pytest
 from flows import line
 from flows.child import TimeLimit
 from stages.contracts.errors import ParamsError, Refusal
+from stages.contracts.params import load_params
 from stages.contracts.report import report_path
 from tests.flows.samples import ZERO, gate_report, make_repo
 
@@ -140,3 +141,19 @@ def test_an_unknown_or_broken_parameter_set_leaves_params_yaml_alone(tmp_path: P
     assert (tmp_path / "params.yaml").read_text() == "mine\n"
     line.choose_params("small", tmp_path)
     assert (tmp_path / "params.yaml").read_text() == good
+
+
+def test_a_warm_start_changes_its_own_line_of_params_yaml_and_no_other(tmp_path: Path, repo_root: Path) -> None:
+    good = (repo_root / "params.yaml").read_text()
+    path = tmp_path / "params.yaml"
+    path.write_text(good)
+    line.go_on_from_release(tmp_path)
+    changed = [(a, b) for a, b in zip(good.splitlines(), path.read_text().splitlines(), strict=True) if a != b]
+    assert len(changed) == 1 and changed[0][1].startswith("  start_from: current_release")
+    assert load_params(path).train.start_from == "current_release"
+    before = path.read_bytes()
+    line.go_on_from_release(tmp_path)
+    assert path.read_bytes() == before
+    path.write_text(good.replace("  start_from:", "  starts_from:"))
+    with pytest.raises(ParamsError, match=r"no line to say that training goes on(.|\n)*0 of them"):
+        line.go_on_from_release(tmp_path)
