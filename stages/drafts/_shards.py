@@ -31,33 +31,32 @@ class _Sharded(Protocol):
 class ShardedLook(nn.Module):
     """look_ahead as a module's forward: that is where FSDP puts the whole weights in place."""
 
-    def __init__(self, draft: Eagle3, teacher: Teacher) -> None:
+    def __init__(self, draft: Eagle3, teacher: Teacher, processes: int) -> None:
         super().__init__()
-        self.draft, self.teacher = draft, teacher
+        self.draft, self.teacher, self.processes = draft, teacher, processes
 
     def forward(
         self, batch: PackedBatch | None, steps: int, decay: float, roots_in_all: int
     ) -> tuple[Tensor, Ahead | None]:
-        """The loss, and what was made of `batch`; without one a loss of 0, for every process has to take part.
+        """What to go back from, and what was made of `batch`; without one 0, for every process has to take part.
 
-        Every parameter has a gradient, if only of zeros: processes that disagreed would wait for each other.
+        FSDP takes the mean of the processes' gradients, and their sum is wanted: so the loss times their number. Every
+        parameter has a gradient, if only of zeros: processes that disagreed would wait for each other.
         """
         nothing = torch.stack([p.sum() for p in self.draft.parameters() if p.requires_grad]).sum() * 0
         if batch is None:
             return nothing, None
         ahead = look_ahead(self.draft, self.teacher, batch, steps, decay, roots_in_all=roots_in_all)
-        return ahead.loss + nothing, ahead
+        return ahead.loss * self.processes + nothing, ahead
 
 
 def shard(draft: Eagle3, teacher: Teacher, processes: int) -> ShardedLook:
     """Leave to each of the processes its part of the draft's parameters, which become DTensors."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
-    look = ShardedLook(draft, teacher)
+    look = ShardedLook(draft, teacher, processes)
     fully_shard(look, mesh=init_device_mesh(draft.fc.weight.device.type, (processes,)))
-    assert isinstance(look, FSDPModule)
-    look.set_gradient_divide_factor(1.0)  # sums: the losses have their common divisor already
     return look
 
 
