@@ -46,6 +46,7 @@ def retrain(
     promote: bool = True,
     commit_to: str | None = None,
     notify: str | None = None,
+    warm_start: bool = False,
     stage_time_limit_s: float = 6 * 3600,
     lock_wait_s: float = 900,
 ) -> State[Any]:
@@ -57,6 +58,7 @@ def retrain(
         promote: move releases/current.json to the draft that passed.
         commit_to: branch that params.yaml, dvc.lock and reports/ are committed to, refusals too; it begins at HEAD.
         notify: notification block of Prefect, <type>/<name>, that is told how the run ended.
+        warm_start: train on from the current release's draft, not from the target (it sets train.start_from).
         stage_time_limit_s: seconds a stage may take before it is ended with all its children.
         lock_wait_s: seconds to wait for another run of DVC in this clone.
     """
@@ -65,6 +67,8 @@ def retrain(
         line.wait_until_free(root, lock_wait_s, get_run_logger().info)
         if params_set:
             settings.choose_params(params_set, root)
+        if warm_start:
+            settings.override({"train.start_from": "current_release"}, root)
         if overrides:
             settings.override(overrides, root)
         words, failed = _retrain(root, promote, stage_time_limit_s)

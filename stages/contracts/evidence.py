@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from stages.contracts.files import Fact
 
 TRAIN_METRICS = Path("reports/train.json")
@@ -30,7 +32,9 @@ class AcceptLength(Fact):
 
 
 class TrainMetrics(Fact):
-    """reports/train.json: held-out figures of the exported draft, simulated from stored states."""
+    """reports/train.json: held-out figures of the exported draft, simulated from stored states. train_like: the same of a
+    sample of the training rows; stopped_after: the step after which nothing improved any more, where that ended the run;
+    both left out where there is none."""
 
     draft_digest: str
     train_loss: float
@@ -39,6 +43,8 @@ class TrainMetrics(Fact):
     by_domain: dict[str, AcceptLength]
     optimizer_steps: int
     parameters: int
+    train_like: AcceptLength | None = Field(default=None, exclude_if=lambda found: found is None)
+    stopped_after: int | None = Field(default=None, exclude_if=lambda step: step is None)
 
 
 class ParitySlot(Fact):

@@ -110,7 +110,8 @@ def _make_clone(root: Path, repo_root: Path) -> Path:
     (repo / "train.sh").write_text("echo trained\n")
     for part in ("flows", "stages"):
         shutil.copytree(repo_root / part, repo / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copyfile(repo_root / "prefect.yaml", repo / "prefect.yaml")
+    for file in ("prefect.yaml", "params.yaml"):
+        shutil.copyfile(repo_root / file, repo / file)
     write_draft(repo)
     (repo / "dvc.lock").unlink()  # DVC writes its own
     _give_verdict(repo, True)

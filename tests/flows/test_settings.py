@@ -67,3 +67,14 @@ def test_a_wrong_key_or_value_leaves_params_yaml_alone(
     with pytest.raises(ParamsError, match=words):
         settings.override(changes, tmp_path)
     assert (tmp_path / "params.yaml").read_bytes() == before
+
+
+def test_a_warm_start_changes_its_own_line_of_params_yaml_and_no_other(tmp_path: Path, repo_root: Path) -> None:
+    good = (repo_root / "params.yaml").read_text()
+    path = tmp_path / "params.yaml"
+    path.write_text(good)
+    for _ in range(2):
+        settings.override({"train.start_from": "current_release"}, tmp_path)
+        changed = [(a, b) for a, b in zip(good.splitlines(), path.read_text().splitlines(), strict=True) if a != b]
+        assert len(changed) == 1 and changed[0][1].startswith("  start_from: current_release")
+        assert load_params(path).train.start_from == "current_release"
