@@ -7,6 +7,7 @@ length are never changed here: a cell that was not measured stays without a figu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from stages.contracts.errors import DataError
@@ -32,7 +33,8 @@ def ratios_for(
         measured, wanted: share of the tokens by domain; they need not sum to 1.
 
     Returns:
-        Ratios whose intervals hold those of the throughput and of the accept lengths.
+        Ratios; their intervals join those of the throughput and of the accept lengths, which are independent (in quadrature,
+        of logarithms).
 
     Raises:
         DataError: a domain with a share has no accept length.
@@ -50,8 +52,11 @@ def ratios_for(
         if any(len(length.by_position) < r.draft_steps for length in lengths.values()):
             continue
         here = _of_mix(lengths, measured, r.draft_steps)
-        middle, low, high = (_of_mix(lengths, wanted, r.draft_steps, end) / here for end in ("", "low", "high"))
-        found.append(r.model_copy(update={"ratio": r.ratio * middle, "low": r.low * low, "high": r.high * high}))
+        factor, low, high = (_of_mix(lengths, wanted, r.draft_steps, end) / here for end in ("", "low", "high"))
+        down = math.hypot(math.log(r.ratio / r.low), math.log(factor / low))
+        up = math.hypot(math.log(r.high / r.ratio), math.log(high / factor))
+        ratio = r.ratio * factor
+        found.append(r.model_copy(update={"ratio": ratio, "low": ratio / math.exp(down), "high": ratio * math.exp(up)}))
     return tuple(found)
 
 
