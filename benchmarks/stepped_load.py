@@ -4,10 +4,11 @@ plain decoding across its switches? Needs a benchmarked line (`dvc repro benchma
 
     python -m benchmarks.stepped_load
 
-A level lasts until as many tokens came out as one request a place needs, so requests run on across levels, and a level's figure
-holds the change into it. The order of the arms turns with each repeat; ratios are paired by repeat. "off" is the engine that
-keeps the target's states for a draft that it never asks, over one that never had a draft. The trace of every pass is written to
-logs/stepped_load.json. Fails when an answer differs, or a whole interval lies below the goal.
+On the way down requests that are too many run to their end, so a level's figure counts the decode steps in which as many run as
+it says, from the first of them: the wait of the hysteresis and the pass in which the draft catches up are in it, the passes of
+prompts, equal for all, are not. The order of the arms and of the requests turns with each repeat; ratios are paired by repeat.
+"off" is the engine that keeps the target's states for a draft it never asks, over one that never had a draft. The trace of every
+pass is written to logs/stepped_load.json. Fails when an answer differs, or a whole interval lies below the goal.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,16 @@ from stages.targets import load_target, locate_target
 STAIRS = (1, 2, 4, 8, 16, 8, 4, 2, 1)  # requests at once
 TRACE = Path("logs/stepped_load.json")
 _GOAL = 0.95  # of the better of plain and fixed, every level
-_TOKENS = 24  # an answer
-_PROMPTS = 16  # the shortest held-out ones: a prompt's pass is the same for every arm
+_TOKENS = 16  # an answer
+_LEAST = 4  # answers' worth of tokens that a level lasts, or as many as run at once in it
+_PROMPTS = 16  # the shortest held-out ones: more time for decoding
 _REPEATS = 4
-_OFF_PAIRS = 8
+_OFF_PAIRS = 6
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One turn of the engine's loop: new prompts, if any, and a decode step."""
+    """A decode step of `batch` requests, or prompts (batch 0), while `level` (an index) was asked for."""
 
     level: int
     batch: int
@@ -60,33 +62,39 @@ class Pass:
 
 @dataclass
 class Stairs:
-    """A load in levels, for InProcess.generate: each lasts until its tokens came out, the last until all is answered."""
+    """A load in levels, for InProcess.generate: each lasts until its tokens came out of decode steps at its own batch."""
 
     levels: Sequence[int]
     tokens: Sequence[int]
     passes: list[Pass] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._ends, self._done, self._level = [*accumulate(self.tokens)][:-1], 0, 0
+        self._level = self._done = 0
         self._last = time.perf_counter()
 
     def at_once(self) -> int:
-        return self.levels[self._level]
+        return self.levels[self._level] if self._level < len(self.levels) else 0
 
     def passed(self, batch: int, draft_steps: int, tokens: int) -> None:
         now = time.perf_counter()
         self.passes.append(Pass(self._level, batch, draft_steps, tokens, now - self._last))
-        self._last, self._done = now, self._done + tokens
-        while self._level < len(self._ends) and self._done >= self._ends[self._level]:
-            self._level += 1
+        self._last = now
+        if self._level < len(self.levels) and batch == self.levels[self._level]:
+            self._done += tokens
+            if self._done >= self.tokens[self._level]:
+                self._level, self._done = self._level + 1, 0
 
     def speeds(self) -> list[float]:
-        """Tokens per second of every level."""
-        levels = range(len(self.levels))
-        return [
-            sum(p.tokens for p in self.passes if p.level == i) / sum(p.seconds for p in self.passes if p.level == i)
-            for i in levels
-        ]
+        """Tokens per second of every level, decode steps at its own batch alone."""
+        found: list[float] = []
+        for i, level in enumerate(self.levels):
+            at = [p for p in self.passes if p.level == i and p.batch == level]
+            found.append(sum(p.tokens for p in at) / sum(p.seconds for p in at))
+        return found
+
+    def speed(self) -> float:
+        """Tokens per second of the whole climb: prompts, and what ran on between levels, included."""
+        return sum(p.tokens for p in self.passes) / sum(p.seconds for p in self.passes)
 
     def switches(self) -> int:
         """How often the draft length changed from one decode step to the next."""
@@ -107,9 +115,9 @@ class Off:
 def climb(
     engine: InProcess, requests: Sequence[Request], draft_steps: Any, stairs: Sequence[int] = STAIRS
 ) -> tuple[list[Answer], Stairs]:
-    """Serve `requests` under the load; answers in their order, and the trace."""
+    """Serve as many of `requests` as the load takes; their answers in order, and the trace."""
     each = max(r.max_new_tokens for r in requests)
-    load = Stairs(stairs, [level * each for level in stairs])
+    load = Stairs(stairs, [max(level, _LEAST) * each for level in stairs])
     answers = engine.generate(requests, concurrency=max(stairs), draft_steps=draft_steps, load=load)
     return answers, load
 
@@ -123,11 +131,12 @@ def open_engines() -> tuple[InProcess, InProcess, list[Request], dict[str, Calla
     points = served_points(checkpoint.layer_ids, target.config.layers)
     draft: Any = DraftDecoder(checkpoint, points=points, embedding=target.embedding, linear=packed_linear)
     held_out = sorted(held_out_prompts(PreparedManifest.read(PREPARED_MANIFEST)), key=lambda p: len(p.ids))[:_PROMPTS]
-    prompts = take(sorted(held_out, key=lambda p: p.prompt_id), sum(STAIRS))
-    requests = [Request(f"{i}", p.ids, _TOKENS, ignore_eos=True) for i, p in enumerate(prompts)]
+    # As many as a level's tokens make at the least, one more a place, and those that run on at its end.
+    prompts = take(sorted(held_out, key=lambda p: p.prompt_id), sum(max(level, _LEAST) + level for level in STAIRS))
+    requests = [Request(p.prompt_id, p.ids, _TOKENS, ignore_eos=True) for p in prompts]
     room = {"slots": max(STAIRS), "positions": max(len(p.ids) for p in prompts) + _TOKENS}
     arms: dict[str, Callable[[], Any]] = {"plain": lambda: 0}
-    arms |= {f"fixed {k}": lambda k=k: k for k in params.benchmark.draft_steps}
+    arms[f"fixed {params.serve.draft_steps}"] = lambda: params.serve.draft_steps
     arms["policy"] = lambda: Follower(policy)
     return InProcess(target, draft, **room), InProcess(target, **room), requests, arms
 
@@ -163,14 +172,18 @@ def compare(runs: dict[str, list[Stairs]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     loaded, never_on, requests, arms = open_engines()
-    expected = [a.ids for a in never_on.generate(requests, concurrency=max(STAIRS))]
+    expected = {a.prompt_id: a.ids for a in never_on.generate(requests[:_PROMPTS], concurrency=max(STAIRS))}
     runs: dict[str, list[Stairs]] = {arm: [] for arm in arms}
     differing: dict[str, int] = dict.fromkeys(arms, 0)
+    answered: dict[str, int] = dict.fromkeys(arms, 0)
     with progress(len(arms) * _REPEATS, "stepped load", "turns") as advance:
-        for _, arm in turns(list(arms), _REPEATS):
-            answers, trace = climb(never_on if arm == "plain" else loaded, requests, arms[arm]())
+        for repeat, arm in turns(list(arms), _REPEATS):
+            first = repeat * _PROMPTS // _REPEATS
+            asked = [*requests[first:], *requests[:first]]
+            answers, trace = climb(never_on if arm == "plain" else loaded, asked, arms[arm]())
             runs[arm].append(trace)
-            differing[arm] += sum(a.ids != ids for a, ids in zip(answers, expected, strict=True))
+            answered[arm] += len(answers)
+            differing[arm] += sum(a.ids != expected[a.prompt_id] for a in answers)
             advance(1, arm)
     off, off_low, off_high = off_cost(loaded, never_on, requests)
     rows = compare(runs)
@@ -183,8 +196,14 @@ def main() -> None:
         print(
             f"{row['requests']:8}  {told}  {row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f}) of {row['better']}"
         )
-    answered = _REPEATS * len(requests)
-    print("answers that differ from plain decoding: " + ", ".join(f"{n} {differing[n]} of {answered}" for n in names))
+    whole = {n: [run.speed() for run in runs[n]] for n in names}
+    told = "  ".join(f"{statistics.median(whole[n]):8.1f}" for n in names)
+    better = max((n for n in names if n != "policy"), key=lambda n: statistics.median(whole[n]))
+    ratio, low, high = paired_interval(whole["policy"], whole[better])
+    print(f"   whole  {told}  {ratio:.3f} ({low:.3f} to {high:.3f}) of {better}, prompts included")
+    print(
+        "answers that differ from plain decoding: " + ", ".join(f"{n} {differing[n]} of {answered[n]}" for n in names)
+    )
     print(f"switches of the policy, each repeat: {[run.switches() for run in runs['policy']]}")
     print(f"off over never on: {off:.3f} ({off_low:.3f} to {off_high:.3f})")
     print(f"tokens/s, medians of {_REPEATS} interleaved repeats of {_TOKENS} tokens an answer; the trace: {TRACE}")

@@ -3,7 +3,7 @@
 Careful on purpose; a wrong "off" costs the speed-up, a wrong "on" costs every user of a full server:
 
 - a draft length counts by the lower end of its interval, and none that is not above plain decoding there is used;
-- lengths within a hundredth of the best are a tie: the shortest is taken, which loses less when prompts are harder;
+- lengths within half a hundredth of the best are a tie: the shortest is taken, which loses less when prompts are harder;
 - a batch between two measured ones goes by the shorter draft of the two, off if one of them is off;
 - past a batch where it is off, speculation is on again only if two measured batches in a row say so: one is a lucky repeat
   (mixture-of-experts targets really do gain more at middle loads than at small ones);
@@ -19,7 +19,7 @@ from stages.contracts.errors import DataError
 from stages.contracts.evidence import AcceptLength, Ratio
 from stages.contracts.policy import Hysteresis, PolicyLevel, ServingPolicy, WithoutSwitching
 
-_TIE = 0.01  # of throughput: less than any repeat here agrees with the next
+_TIE = 0.005  # of throughput: less than any repeat here agrees with the next
 _LOSS = 0.05  # of plain throughput: the most that a single length for every load may cost, the policy's own bound
 
 

@@ -92,11 +92,12 @@ class Load(Protocol):
     """A load that changes while requests run. Implemented by benchmarks/stepped_load.py."""
 
     def at_once(self) -> int:
-        """How many requests may run now; asked before each pass. More that already run end as they would."""
+        """How many requests may run now; asked before each decode step. More that already run end as they would; at 0, those
+        that wait are not served."""
         ...
 
     def passed(self, batch: int, draft_steps: int, tokens: int) -> None:
-        """A pass is over: `batch` requests decoded with `draft_steps`; `tokens` came out, those of new prompts included."""
+        """`batch` requests decoded with `draft_steps`, or prompts were run (0 and 0), and so many answer tokens came out."""
         ...
 
 
@@ -137,7 +138,7 @@ class InProcess:
             on_answer: called as each answer ends.
             observe: called with (prompt_id, first position, states [n, F]) for all that is fed to the draft, of the prompts in
                 `watch` (None: all).
-            load: how many run at once, below `concurrency`, as it changes.
+            load: how many run at once, up to `concurrency`, as it changes.
 
         Raises:
             EngineError: a request that does not fit, more concurrency than slots, or drafting without a draft.
@@ -146,19 +147,20 @@ class InProcess:
         self._check([r for _, r in waiting], concurrency)
         steps_for = draft_steps if callable(draft_steps) else lambda batch: draft_steps
         keep = self._most(draft_steps, concurrency) > 0
+        passed = load.passed if load is not None else lambda batch, draft_steps, tokens: None
         waiting.reverse()
         self._running, self._watch, answers = [], watch, {}
         while waiting or self._running:
-            room, tokens, steps = concurrency if load is None else min(concurrency, max(1, load.at_once())), 0, 0
+            room = concurrency if load is None else min(concurrency, load.at_once())
+            if not room:
+                waiting.clear()
             while waiting and len(self._running) < room:
-                tokens += self._prefill(waiting, room, keep)
+                passed(0, 0, self._prefill(waiting, room, keep))
             self._retire(answers, on_answer)
             if batch := len(self._running):
                 steps = steps_for(batch)
-                tokens += self._decode(steps, keep, observe)
+                passed(batch, steps, self._decode(steps, keep, observe))
                 self._retire(answers, on_answer)
-            if load is not None:
-                load.passed(batch, steps, tokens)
         return [answers[i] for i in sorted(answers)]
 
     def _check(self, requests: Sequence[Request], concurrency: int) -> None:

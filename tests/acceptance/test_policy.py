@@ -89,7 +89,7 @@ def test_a_batch_between_two_measured_ones_goes_by_the_shorter_draft() -> None:
 
 
 def test_the_best_lower_end_wins_and_the_shorter_of_a_tie() -> None:
-    sweep = [ratio(1, 1.3, 0.2, steps=3), ratio(1, 1.25, 0.05, steps=2), ratio(1, 1.245, 0.05, steps=1)]
+    sweep = [ratio(1, 1.3, 0.2, steps=3), ratio(1, 1.25, 0.05, steps=2), ratio(1, 1.246, 0.05, steps=1)]
     assert choose_levels(sweep)[0].draft_steps == 1
     assert choose_levels([*sweep[:2], ratio(1, 1.2, 0.05, steps=1)])[0].draft_steps == 2
 

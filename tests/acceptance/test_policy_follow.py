@@ -94,16 +94,18 @@ def requests(count: int, tokens: int) -> list[Request]:
 
 def test_a_load_up_and_down_the_stairs_is_answered_as_plain_decoding_would(target: Decoder) -> None:
     stairs = (1, 2, 4, 2, 1)
-    asked = requests(sum(stairs) + 2, 10)
-    plain, trace = climb(InProcess(target, slots=4, positions=40), asked, 0, stairs)
-    assert max(p.batch for p in trace.passes) == 4 and sum(p.tokens for p in trace.passes) == 10 * len(asked)
-    assert trace.switches() == 0
+    asked = requests(34, 10)
+    plain = InProcess(target, slots=4, positions=40).generate(asked, concurrency=4)
+    answers, trace = climb(InProcess(target, slots=4, positions=40), asked, 0, stairs)
+    assert trace.switches() == 0 and {p.level for p in trace.passes if p.batch} >= set(range(5))
+    assert sum(p.tokens for p in trace.passes) == 10 * len(answers) and len(answers) < len(asked)
+    assert len(trace.speeds()) == len(stairs) and min(trace.speeds()) > 0
     texts = [[*r.prompt_ids, *a.ids] for r, a in zip(asked, plain, strict=True)]
     for draft in (random_draft(target), Knowing(texts, target.config.vocab_size, wrong=3)):
         engine = InProcess(target, draft, slots=4, positions=40)
         follower = Follower(policy({1: 3, 2: 1, 3: 0}, up_to=4, hold_steps=2))
         answers, trace = climb(engine, asked, follower, stairs)
-        assert [a.ids for a in answers] == [a.ids for a in plain]
+        assert len(answers) > 16 and [a.ids for a in answers] == [a.ids for a in plain[: len(answers)]]
         assert trace.switches() == len(follower.switches) >= 4
         steps = [p.draft_steps for p in trace.passes if p.batch]
         assert (steps[0], steps[-1]) == (3, 3) and 0 in steps and 1 in steps
@@ -112,33 +114,33 @@ def test_a_load_up_and_down_the_stairs_is_answered_as_plain_decoding_would(targe
 def test_switched_on_again_the_draft_has_seen_all_it_missed(target: Decoder) -> None:
     """One that knows every text proposes from what it was fed: a position left out would spoil what follows."""
     stairs = (1, 4, 1)
-    asked = requests(12, 16)
-    plain, _ = climb(InProcess(target, slots=4, positions=40), asked, 0, stairs)
+    asked = requests(22, 16)
+    plain = InProcess(target, slots=4, positions=40).generate(asked, concurrency=4)
     texts = [[*r.prompt_ids, *a.ids] for r, a in zip(asked, plain, strict=True)]
     engine = InProcess(target, Knowing(texts, target.config.vocab_size), slots=4, positions=40)
     answers, trace = climb(engine, asked, Follower(policy({1: 3, 2: 0}, up_to=4, hold_steps=2)), stairs)
-    assert [a.ids for a in answers] == [a.ids for a in plain]
+    assert [a.ids for a in answers] == [a.ids for a in plain[: len(answers)]]
     again = [p for p in trace.passes if p.level == 2 and p.draft_steps and p.batch == 1]
     assert again and all(p.tokens == 4 for p in again[:2])
 
 
 def test_greedy_answers_stay_as_they_are_beside_sampled_ones_when_the_draft_length_changes(target: Decoder) -> None:
     """Greedy and sampled requests share a batch whose draft length changes: the greedy ones stay as they are."""
-    greedy = requests(6, 12)
+    greedy = requests(12, 12)
     drawn = [Request(f"s{i}", r.prompt_ids, 12, temperature=0.9, seed=i, ignore_eos=True) for i, r in enumerate(greedy)]
-    plain, _ = climb(InProcess(target, slots=4, positions=40), greedy, 0, (1, 4, 1))
+    plain = {a.prompt_id: a.ids for a in InProcess(target, slots=4, positions=40).generate(greedy, concurrency=4)}
     engine = InProcess(target, random_draft(target), slots=4, positions=40)
     mixed = [x for pair in zip(greedy, drawn, strict=True) for x in pair]
     answers, trace = climb(engine, mixed, Follower(policy({1: 2, 3: 0}, up_to=4, hold_steps=2)), (1, 4, 1))
-    assert [a.ids for a in answers[::2]] == [a.ids for a in plain]
+    stayed = [a.ids == plain[a.prompt_id] for a in answers if a.prompt_id in plain]
+    assert all(stayed) and len(stayed) > 5
     assert trace.switches() >= 2
 
 
 def test_off_keeps_the_states_and_never_asks_the_draft(target: Decoder) -> None:
     draft = Knowing([], target.config.vocab_size)
     engine = InProcess(target, draft, slots=4, positions=40)
-    answers, _ = climb(engine, requests(7, 8), Off(), (1, 4, 1))
+    answers, _ = climb(engine, requests(22, 8), Off(), (1, 4, 1))
     assert draft.calls == 0 and engine._aux is not None
-    assert [a.ids for a in answers] == [
-        a.ids for a in InProcess(target, slots=4, positions=40).generate(requests(7, 8), concurrency=4)
-    ]
+    plain = InProcess(target, slots=4, positions=40).generate(requests(22, 8), concurrency=4)
+    assert answers and [a.ids for a in answers] == [a.ids for a in plain[: len(answers)]]
