@@ -4,9 +4,9 @@ plain decoding across its switches? Needs a benchmarked line (`dvc repro benchma
 
     python -m benchmarks.stepped_load
 
-On the way down requests that are too many run to their end, so a level's figure counts the decode steps in which as many run as
-it says, from the first of them: the wait of the hysteresis and the pass in which the draft catches up are in it, the passes of
-prompts, equal for all, are not. The order of the arms and of the requests turns with each repeat; ratios are paired by repeat.
+Requests run on across levels, and on the way down those that are too many run to their end. So a level's figure counts the decode
+steps in which as many run as it says, from the first of them: the wait of the hysteresis and the pass in which the draft catches
+up are in it, the passes of prompts, equal for all, are not. The order of the arms and of the requests turns with each repeat; ratios are paired by repeat.
 "off" is the engine that keeps the target's states for a draft it never asks, over one that never had a draft. The trace of every
 pass is written to logs/stepped_load.json. Fails when an answer differs, or a whole interval lies below the goal.
 """
@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ STAIRS = (1, 2, 4, 8, 16, 8, 4, 2, 1)  # requests at once
 TRACE = Path("logs/stepped_load.json")
 _GOAL = 0.95  # of the better of plain and fixed, every level
 _TOKENS = 16  # an answer
-_LEAST = 4  # answers' worth of tokens that a level lasts, or as many as run at once in it
+_LEAST = 3  # requests that a level starts beyond one a place
 _PROMPTS = 16  # the shortest held-out ones: more time for decoding
 _REPEATS = 4
 _OFF_PAIRS = 6
@@ -51,7 +51,7 @@ _OFF_PAIRS = 6
 
 @dataclass(frozen=True)
 class Pass:
-    """A decode step of `batch` requests, or prompts (batch 0), while `level` (an index) was asked for."""
+    """A decode step of `batch` requests, or prompts (batch 0), while `level` (an index; past the last at the end) was asked for."""
 
     level: int
     batch: int
@@ -62,14 +62,15 @@ class Pass:
 
 @dataclass
 class Stairs:
-    """A load in levels, for InProcess.generate: each lasts until its tokens came out of decode steps at its own batch."""
+    """A load in levels, for InProcess.generate: each lasts until its requests have started, in the order they wait in, so that
+    every arm serves the same texts at the same level."""
 
     levels: Sequence[int]
-    tokens: Sequence[int]
+    starts: Sequence[int]
     passes: list[Pass] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._level = self._done = 0
+        self._ends, self._started, self._level = [*accumulate(self.starts)], 0, 0
         self._last = time.perf_counter()
 
     def at_once(self) -> int:
@@ -79,10 +80,10 @@ class Stairs:
         now = time.perf_counter()
         self.passes.append(Pass(self._level, batch, draft_steps, tokens, now - self._last))
         self._last = now
-        if self._level < len(self.levels) and batch == self.levels[self._level]:
-            self._done += tokens
-            if self._done >= self.tokens[self._level]:
-                self._level, self._done = self._level + 1, 0
+        if not batch:  # prompts, each of which has brought its first token
+            self._started += tokens
+        while self._level < len(self._ends) and self._started >= self._ends[self._level]:
+            self._level += 1
 
     def speeds(self) -> list[float]:
         """Tokens per second of every level, decode steps at its own batch alone."""
@@ -102,6 +103,11 @@ class Stairs:
         return sum(a != b for a, b in pairwise(steps))
 
 
+def starts(stairs: Sequence[int]) -> list[int]:
+    """Requests that each level starts: one a place, and half as many again, at the least three."""
+    return [level + max(level // 2, _LEAST) for level in stairs]
+
+
 class Off:
     """Draft steps of a policy that could draft and never does."""
 
@@ -116,8 +122,7 @@ def climb(
     engine: InProcess, requests: Sequence[Request], draft_steps: Any, stairs: Sequence[int] = STAIRS
 ) -> tuple[list[Answer], Stairs]:
     """Serve as many of `requests` as the load takes; their answers in order, and the trace."""
-    each = max(r.max_new_tokens for r in requests)
-    load = Stairs(stairs, [max(level, _LEAST) * each for level in stairs])
+    load = Stairs(stairs, starts(stairs))
     answers = engine.generate(requests, concurrency=max(stairs), draft_steps=draft_steps, load=load)
     return answers, load
 
@@ -131,8 +136,7 @@ def open_engines() -> tuple[InProcess, InProcess, list[Request], dict[str, Calla
     points = served_points(checkpoint.layer_ids, target.config.layers)
     draft: Any = DraftDecoder(checkpoint, points=points, embedding=target.embedding, linear=packed_linear)
     held_out = sorted(held_out_prompts(PreparedManifest.read(PREPARED_MANIFEST)), key=lambda p: len(p.ids))[:_PROMPTS]
-    # As many as a level's tokens make at the least, one more a place, and those that run on at its end.
-    prompts = take(sorted(held_out, key=lambda p: p.prompt_id), sum(max(level, _LEAST) + level for level in STAIRS))
+    prompts = take(sorted(held_out, key=lambda p: p.prompt_id), sum(starts(STAIRS)) + max(STAIRS))
     requests = [Request(p.prompt_id, p.ids, _TOKENS, ignore_eos=True) for p in prompts]
     room = {"slots": max(STAIRS), "positions": max(len(p.ids) for p in prompts) + _TOKENS}
     arms: dict[str, Callable[[], Any]] = {"plain": lambda: 0}
