@@ -4,8 +4,9 @@
     vllm_speculative.json  vLLM (documented for 0.25.0): --speculative-config '<this file, with "model": <the draft>>'
 
 Both follow the running batch size at once: neither knows hysteresis, nor a batch that was not measured, which both files
-therefore name, as plain decoding. Both turn themselves off, with a warning, under data parallelism (SGLang: of the
-attention); `without_switching` in the policy says what fits then.
+therefore name, as plain decoding. Off is not free in SGLang: the draft still takes in every token, so that it is ready, unless
+SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND is set (then requests that run across a switch draft badly). Both turn themselves off,
+with a warning, under data parallelism (SGLang: of the attention); `without_switching` in the policy says what fits then.
 """
 
 from __future__ import annotations
