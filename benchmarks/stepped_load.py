@@ -73,8 +73,10 @@ class Stairs:
         self._ends, self._started, self._level = [*accumulate(self.starts)], 0, 0
         self._last = time.perf_counter()
 
-    def at_once(self) -> int:
-        return self.levels[self._level] if self._level < len(self.levels) else 0
+    def at_once(self, running: int) -> int:
+        if self._level == len(self.levels):
+            return 0
+        return min(self.levels[self._level], running + self._ends[self._level] - self._started)
 
     def passed(self, batch: int, draft_steps: int, tokens: int) -> None:
         now = time.perf_counter()

@@ -91,9 +91,9 @@ class Draft(Protocol):
 class Load(Protocol):
     """A load that changes while requests run. Implemented by benchmarks/stepped_load.py."""
 
-    def at_once(self) -> int:
-        """How many requests may run now; asked before each decode step. More that already run end as they would; at 0, those
-        that wait are not served."""
+    def at_once(self, running: int) -> int:
+        """How many requests may run now that so many do; asked before each decode step. More that already run end as they
+        would; at 0, those that wait are not served."""
         ...
 
     def passed(self, batch: int, draft_steps: int, tokens: int) -> None:
@@ -151,7 +151,7 @@ class InProcess:
         waiting.reverse()
         self._running, self._watch, answers = [], watch, {}
         while waiting or self._running:
-            room = concurrency if load is None else min(concurrency, load.at_once())
+            room = concurrency if load is None else min(concurrency, load.at_once(len(self._running)))
             if not room:
                 waiting.clear()
             while waiting and len(self._running) < room:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.stepped_load import Off, climb
+from benchmarks.stepped_load import STAIRS, Off, climb, starts
 from stages.acceptance.follow import Follower
 from stages.contracts.policy import Hysteresis, PolicyLevel, ServingPolicy
 from stages.engines.in_process import InProcess, Request
@@ -109,6 +109,18 @@ def test_a_load_up_and_down_the_stairs_is_answered_as_plain_decoding_would(targe
         assert trace.switches() == len(follower.switches) >= 4
         steps = [p.draft_steps for p in trace.passes if p.batch]
         assert (steps[0], steps[-1]) == (3, 3) and 0 in steps and 1 in steps
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_every_level_of_the_benchmark_s_stairs_is_served_at_its_own_batch_and_all_requests_are(
+    target: Decoder, steps: int
+) -> None:
+    asked = requests(sum(starts(STAIRS)) + 3, 6)
+    engine = InProcess(target, random_draft(target), slots=max(STAIRS), positions=40)
+    answers, trace = climb(engine, asked, steps)
+    assert len(trace.speeds()) == len(STAIRS) and min(trace.speeds()) > 0
+    assert len(answers) == sum(starts(STAIRS)), "every arm serves the same requests"
+    assert max(p.batch for p in trace.passes) == max(STAIRS)
 
 
 def test_switched_on_again_the_draft_has_seen_all_it_missed(target: Decoder) -> None:
