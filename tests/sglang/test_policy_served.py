@@ -27,13 +27,13 @@ pytestmark = pytest.mark.sglang
 READ = """
 import sys
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams, resolve_candidate_steps_from_config
-path, batches = sys.argv[1], int(sys.argv[2])
-steps = resolve_candidate_steps_from_config(path)
-params = AdaptiveSpeculativeParams(initial_steps=max(steps), cfg_path=path)
-for round in range(50):  # whatever is accepted, its average must move nothing
-    for batch in range(1, batches):
-        assert params.on_verify_complete([round % 4] * batch, batch) is None
-print(steps, [params.get_steps_for_batch(batch) for batch in range(1, batches)])
+for path in sys.argv[1:]:
+    steps = resolve_candidate_steps_from_config(path)
+    params = AdaptiveSpeculativeParams(initial_steps=max(steps), cfg_path=path)
+    for round in range(50):  # whatever is accepted, its average must move nothing
+        for batch in range(1, 40):
+            assert params.on_verify_complete([round % 4] * batch, batch) is None
+    print(steps, [params.get_steps_for_batch(batch) for batch in range(1, 40)])
 """
 
 
@@ -50,15 +50,15 @@ def policy(levels: dict[int, int], up_to: int, measured_from: int = 1) -> Servin
 
 
 def test_sglang_s_own_parser_reads_the_policy_s_steps_and_has_nothing_to_choose(tmp_path: Path) -> None:
-    for i, chosen in enumerate(
-        [policy({1: 3, 2: 1, 9: 0}, 16), policy({2: 3, 5: 0, 8: 2}, 16, 2), policy({1: 2}, 4), policy({1: 0}, 4)]
-    ):
+    policies = [policy({1: 3, 2: 1, 9: 0}, 16), policy({2: 3, 5: 0, 8: 2}, 16, 2), policy({1: 2}, 4), policy({1: 0}, 4)]
+    for i, chosen in enumerate(policies):
         write_serving(chosen, tmp_path / f"{i}")
-        command = [str(PYTHON), "-P", "-c", READ, str(tmp_path / f"{i}" / SGLANG_ADAPTIVE), "40"]
-        done = subprocess.run(command, env=environment("cpu", 1), capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-2000:]
-        expected = [chosen.steps_for(batch) for batch in range(1, 40)]
-        assert done.stdout.splitlines()[-1] == f"{sorted(set(expected))} {expected}"
+    paths = [str(tmp_path / f"{i}" / SGLANG_ADAPTIVE) for i in range(len(policies))]
+    command = [str(PYTHON), "-P", "-c", READ, *paths]
+    done = subprocess.run(command, env=environment("cpu", 1), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    expected = [[chosen.steps_for(batch) for batch in range(1, 40)] for chosen in policies]
+    assert done.stdout.splitlines()[-4:] == [f"{sorted(set(steps))} {steps}" for steps in expected]
 
 
 def test_sglang_switches_by_the_policy_as_the_batch_grows_and_shrinks_and_answers_stay_as_they_are(here: Path) -> None:
