@@ -351,13 +351,11 @@ def _arm_name(name: str, by: dict[int, Any]) -> str:
 def _policy(line: Line) -> list[dict[str, Any]]:
     if line.policy is None:
         return []
-    levels = line.policy.levels
     rows: list[dict[str, Any]] = []
-    for i, level in enumerate(levels):
-        last = levels[i + 1].min_batch - 1 if i + 1 < len(levels) else line.policy.measured_up_to
-        span = str(level.min_batch) if last == level.min_batch else f"{level.min_batch} to {last}"
-        rows.append({"span": span, "level": level})
-    return [*rows, {"span": f"above {line.policy.measured_up_to}", "level": None}]
+    for span in line.policy.spans():
+        named = f"above {span.first - 1}" if span.last is None else f"{span.first} to {span.last}"
+        rows.append({"span": str(span.first) if span.last == span.first else named, "level": span.level})
+    return rows
 
 
 def _chain(line: Line) -> list[tuple[str, str, str]]:
