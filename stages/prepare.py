@@ -92,7 +92,7 @@ def regenerate(
 ) -> dict[str, Generated]:
     """Answers by the target itself for every candidate that did not bring its own."""
     p, t = params.prepare, params.target
-    prompts = {c.prompt_id: tuple(c.prompt_ids.tolist()) for g in gathered for c in g.candidates if c.given_ids is None}
+    prompts = {c.prompt_id: tuple(c.prompt_ids.tolist()) for g in gathered for c in g.candidates if c.given is None}
     settings = {
         "engine": p.answers.name,
         "weights_digest": identity.weights_digest,

@@ -22,6 +22,7 @@ Format = Literal["JSON lines", "JSON", "Parquet", "Arrow"]
 
 MAX_LINE_BYTES = 16 << 20  # one row is held in memory, not the file
 _HEAD_BYTES = 1 << 16
+_DECODER = json.JSONDecoder(parse_constant=no_number)
 _BATCH_ROWS = 256
 _BOM = b"\xef\xbb\xbf"
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -48,8 +49,13 @@ class Opened:
         return self.format + (f", {self.packed}" if self.packed else "")
 
 
+class Line(bytes):
+    """A line of JSON lines, not yet parsed: whoever takes the row in does that, in a process of its own where there are
+    many."""
+
+
 def open_rows(blob: Blob) -> Opened:
-    """Recognise a file and stream its rows.
+    """Recognise a file and stream its rows; those of JSON lines as `Line`, which `value_of` parses.
 
     Raises:
         DataError: it is of no known format; while it is read: it is damaged or cut off in a way that hides how much is missing.
@@ -135,12 +141,17 @@ def _lines(blob: Blob, stream: BinaryIO) -> Iterator[Record]:
         if number == 1:
             raw = raw.removeprefix(_BOM)
         if raw.strip():
-            yield number, _value(raw)
+            yield number, Line(raw)
 
 
-def _value(raw: bytes) -> Any:
+def value_of(value: Any) -> Any:
+    """What a record holds, parsed: a value, or a RowFault."""
+    return _parsed(value) if isinstance(value, Line) else value
+
+
+def _parsed(raw: Line) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"), parse_constant=no_number)
+        return _DECODER.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         return RowFault("not UTF-8", str(error))
     except (ValueError, RecursionError) as error:

@@ -18,10 +18,14 @@ import contextlib
 import datetime
 import json
 import re
+from array import array as array_of
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
 
 from stages.contracts.errors import DataError
 from stages.corpus.items import Message, RowFault
@@ -36,7 +40,7 @@ from stages.corpus.reasoning import (
     with_one_name,
     without_thought,
 )
-from stages.corpus.template import Template
+from stages.corpus.template import Encoded, Template
 from stages.corpus.tools import calls_text, tools_message
 
 if TYPE_CHECKING:
@@ -57,6 +61,20 @@ class Rendered:
         return self.mask.index(1) if 1 in self.mask else len(self.mask)
 
 
+@dataclass(frozen=True, eq=False)
+class GivenRow:
+    """The same as arrays: ids i32 [T] and mask bytes [T]."""
+
+    ids: npt.NDArray[np.int32]
+    mask: bytes
+    messages: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the first supervised one."""
+        return self.mask.index(1) if 1 in self.mask else len(self.mask)
+
+
 @dataclass(frozen=True)
 class _Turn:
     """An assistant turn as text: `before` is the server's prompt, `whole` is that and the turn."""
@@ -64,6 +82,14 @@ class _Turn:
     index: int
     before: str
     whole: str
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Assistant turns, those together that share a row; and how many messages stand before the conversation's own."""
+
+    runs: list[list[_Turn]]
+    added: int
 
 
 class Renderer:
@@ -154,12 +180,57 @@ class Renderer:
                 the header's token.
             DataError: a mask cannot be derived from the template.
         """
-        plain, offered = self._as_requested(messages, tools)
-        added = len(plain) - len(messages)
-        asked = [k for k, message in enumerate(plain) if message["role"] == "assistant"]
-        turns = [turn for k in asked if (turn := self._turn(plain, k, offered)) is not None]
+        row = next(iter(self.given_many([(messages, tools)])))
+        if isinstance(row, RowFault):
+            raise row
+        return tuple(Rendered(tuple(r.ids.tolist()), tuple(r.mask), r.messages) for r in row)
+
+    def given_many(
+        self, conversations: Sequence[tuple[Sequence[Message], Sequence[dict[str, Any]]]]
+    ) -> list[list[GivenRow] | RowFault]:
+        """What `given` gives or raises of each, tokenised together.
+
+        Raises:
+            DataError: a mask cannot be derived from the template.
+        """
+        planned = [self._runs(messages, tools) for messages, tools in conversations]
+        texts = [run[-1].whole for plan in planned if isinstance(plan, _Plan) for run in plan.runs]
+        ids = iter(self._template.encode_many(texts))
+        made: list[list[GivenRow] | RowFault] = []
+        for plan in planned:
+            if isinstance(plan, RowFault):
+                made.append(plan)
+                continue
+            own = [next(ids) for _ in plan.runs]
+            try:
+                made.append([self._row(run, i, plan.added) for run, i in zip(plan.runs, own, strict=True)])
+            except RowFault as fault:
+                made.append(fault)
+        return made
+
+    def prompt_many(
+        self, conversations: Sequence[tuple[Sequence[Message], Sequence[dict[str, Any]]]]
+    ) -> list[list[int] | RowFault]:
+        """What `prompt` gives or raises of each, tokenised together."""
+        texts: list[str | RowFault] = []
+        for messages, tools in conversations:
+            try:
+                plain, offered = self._as_requested(messages, tools)
+                texts.append(self._template.text(plain, offered, generation=True))
+            except RowFault as fault:
+                texts.append(fault)
+        ids = iter(self._template.encode_many([t for t in texts if isinstance(t, str)]))
+        return [next(ids) if isinstance(t, str) else t for t in texts]
+
+    def _runs(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> _Plan | RowFault:
+        """The rows of a conversation, as text; or why it gives none."""
+        try:
+            plain, offered = self._as_requested(messages, tools)
+            turns = self._turns(plain, offered)
+        except RowFault as fault:
+            return fault
         if not turns:
-            raise RowFault("no reasoning", "the template writes an empty think block in front of every answer")
+            return RowFault("no reasoning", "the template writes an empty think block in front of every answer")
         runs: list[list[_Turn]] = []
         for turn in turns:
             if runs and turn.before.startswith(runs[-1][-1].whole.rstrip()):
@@ -167,10 +238,31 @@ class Renderer:
             else:
                 runs.append([turn])
         if len(runs) > 1 and self._policy.rewritten_history == "reject":
-            raise RowFault("template rewrites history", f"{len(turns)} turns would take {len(runs)} rows")
-        if self._policy.rewritten_history == "last":
-            runs = runs[-1:]
-        return tuple(self._row(run, added) for run in runs)
+            return RowFault("template rewrites history", f"{len(turns)} turns would take {len(runs)} rows")
+        kept = runs[-1:] if self._policy.rewritten_history == "last" else runs
+        return _Plan(kept, len(plain) - len(messages))
+
+    def _turns(self, plain: list[Message], tools: list[dict[str, Any]]) -> list[_Turn]:
+        asked = [k for k, message in enumerate(plain) if message["role"] == "assistant"]
+        turns = self._plain_turns(plain, asked) if asked and not tools else None
+        if turns is None:
+            turns = [turn for k in asked if (turn := self._turn(plain, k, tools)) is not None]
+        return turns
+
+    def _plain_turns(self, plain: list[Message], asked: list[int]) -> list[_Turn] | None:
+        """What `_turn` gives of each, with the whole rendered once; None where that would not be sure (skeleton.py)."""
+        skeletons = self._template.skeletons
+        if not skeletons.fit(plain[: asked[-1] + 1]):
+            return None
+        turns: list[_Turn] = []
+        for k in asked:
+            before = skeletons.opening(plain, k, generation=True)
+            whole = skeletons.opening(plain, k + 1, generation=False)
+            if before is None or whole is None or not whole.startswith(before):
+                return None
+            if self._is_said(before, whole[len(before) :]):
+                turns.append(_Turn(k, before, whole))
+        return turns
 
     def text(self, ids: Sequence[int]) -> str:
         """Decoded text without special tokens."""
@@ -217,9 +309,16 @@ class Renderer:
             answer = self._answer(bare, lean, plain[k], tools)
             if answer is None:
                 self._tell_why(plain, k, before, tools, self._answer(bare, lean, without_thought(plain[k]), tools))
+        return _Turn(k, before, before + answer) if self._is_said(before, answer) else None
+
+    def _is_said(self, before: str, answer: str) -> bool:
+        """Whether a target would say an answer so.
+
+        Raises:
+            RowFault: it closes a reasoning block that nobody opened.
+        """
         demand_whole_thoughts(before, answer)
-        unsaid = self._policy.empty_reasoning == "skip" and says_nothing_first(before, answer)
-        return None if unsaid else _Turn(k, before, before + answer)
+        return not (self._policy.empty_reasoning == "skip" and says_nothing_first(before, answer))
 
     def _tell_why(
         self, plain: list[Message], k: int, before: str, tools: list[dict[str, Any]], thoughtless: str | None
@@ -263,21 +362,28 @@ class Renderer:
         first, last = encoded.span(start)[0], encoded.span(end - 1)[1]
         return whole[first:last] if before.startswith(whole[:first]) else None
 
-    def _row(self, run: Sequence[_Turn], added: int) -> Rendered:
-        """One row: the last turn's text, with every turn of the run supervised."""
-        encoded = self._template.encode(run[-1].whole)
-        mask = [0] * len(encoded.ids)
+    def _row(self, run: Sequence[_Turn], ids: list[int], added: int) -> GivenRow:
+        """One row: the last turn's text, with every turn of the run supervised. `ids`: of that text."""
+        template, text = self._template, run[-1].whole
+        array = np.frombuffer(array_of("i", ids), np.int32)
+        placed = template.added.placed(text, array) if template.added.exact else None
+        encoded: Encoded | None = None
+        mask = bytearray(len(ids))
         end = 0
         for turn, following in zip(run, [*run[1:], None], strict=True):
-            start = self._template.boundary(encoded, turn.before)
+            start = placed.boundary(turn.before, template.ids_after) if placed else None
+            stop = len(ids) if following is None else placed.behind(len(turn.whole.rstrip())) if placed else None
+            if start is None or stop is None:
+                encoded = encoded or template.encode(text)
+                start = template.boundary(encoded, turn.before)
+                stop = len(ids) if following is None else encoded.tokens_before(len(turn.whole.rstrip()))
             if start is None:
                 raise RowFault(
                     "answer melts into its header", f"turn {turn.index}: {turn.whole[len(turn.before) :][:20]!r}"
                 )
-            stop = len(mask) if following is None else encoded.tokens_before(len(turn.whole.rstrip()))
-            end = self._end_of_answer(encoded.ids, start, stop)
-            mask[start:end] = [1] * (end - start)
-        return Rendered(tuple(encoded.ids[:end]), tuple(mask[:end]), run[-1].index + 1 - added)
+            end = self._end_of_answer(ids, start, stop)
+            mask[start:end] = b"\1" * (end - start)
+        return GivenRow(array[:end], bytes(mask[:end]), run[-1].index + 1 - added)
 
     def _end_of_answer(self, ids: Sequence[int], start: int, stop: int) -> int:
         """End of the answer in start..stop: after its end-of-turn token. What the template writes behind it (a newline in

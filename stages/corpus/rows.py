@@ -96,37 +96,33 @@ def regenerated_row(
         "input_ids": ids,
         "loss_mask": mask,
         "finish": "capped" if capped else "stop",
-        "repetitive": _looped(answer.ids, prepare, end_ids),
+        "repetitive": _looped(repeats_itself([i for i in answer.ids if i not in end_ids]), prepare),
         "on_policy": True,
         "messages": json.dumps(messages, ensure_ascii=False),
     }
 
 
-def given_row(candidate: Candidate, prepare: Prepare, end_ids: frozenset[int]) -> dict[str, Any]:
+def given_row(candidate: Candidate, prepare: Prepare) -> dict[str, Any]:
     """The row as it came; whose answers these are is not known, so they do not count as on-policy.
 
     Raises:
         RowFault: cut or repetitive beyond what the policy keeps.
     """
-    assert candidate.given_ids is not None
-    if candidate.cut and prepare.capped == "drop":
+    given = candidate.given
+    assert given is not None
+    if given.cut and prepare.capped == "drop":
         raise RowFault("capped", f"longer than {prepare.max_row_tokens} tokens")
-    mask = np.frombuffer(candidate.given_mask, np.uint8)
-    last = len(mask) - int(np.argmax(mask[::-1]))
-    gaps = np.flatnonzero(mask[:last] == 0)
-    answer = candidate.given_ids[gaps[-1] + 1 if len(gaps) else 0 : last].tolist()
     return {
-        "input_ids": candidate.given_ids,
-        "loss_mask": mask,
-        "finish": "capped" if candidate.cut else "given",
-        "repetitive": _looped(answer, prepare, end_ids),
+        "input_ids": given.ids,
+        "loss_mask": np.frombuffer(given.mask, np.uint8),
+        "finish": "capped" if given.cut else "given",
+        "repetitive": _looped(given.loops, prepare),
         "on_policy": False,
         "messages": candidate.messages,
     }
 
 
-def _looped(ids: Iterable[int], prepare: Prepare, end_ids: frozenset[int]) -> bool:
-    loops = repeats_itself([i for i in ids if i not in end_ids])
+def _looped(loops: bool, prepare: Prepare) -> bool:
     if loops and prepare.repetitive == "drop":
         raise RowFault("repeats itself")
     return loops
@@ -142,10 +138,10 @@ def make_row(
 ) -> Row | Reject:
     """The row of a candidate, or the reason why there is none."""
     try:
-        if candidate.given_ids is None:
+        if candidate.given is None:
             parts = regenerated_row(candidate, answers[candidate.prompt_id], prepare, end_ids, decode)
         else:
-            parts = given_row(candidate, prepare, end_ids)
+            parts = given_row(candidate, prepare)
         if not has_supervised_pair(parts["loss_mask"].tobytes()):
             raise RowFault("no supervised pair", f"{int(parts['loss_mask'].sum())} answer tokens")
     except RowFault as fault:
