@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from stages.contracts.errors import DataError
 from stages.contracts.progress import progress
@@ -58,8 +59,13 @@ class Gathered:
     @property
     def candidates(self) -> Iterator[Candidate]:
         """The candidates that stay, in the order of reading."""
+        for batch, wanted in self.batches():
+            yield from candidates_of(batch, wanted)
+
+    def batches(self) -> Iterator[tuple[pa.RecordBatch, npt.NDArray[np.bool_]]]:
+        """Candidates batch by batch, and which of them stay."""
         for start, batch in self.spool.batches():
-            yield from candidates_of(batch, self.fates[start : start + batch.num_rows] == Fate.KEPT)
+            yield batch, self.fates[start : start + batch.num_rows] == Fate.KEPT
 
     @property
     def kept(self) -> int:
