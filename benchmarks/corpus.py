@@ -129,7 +129,7 @@ def alone(path: Path, folder: Path, prepare: Prepare, news: Any) -> None:
     backend = template.tokenizer.backend_tokenizer
     ways = {"encode_batch_fast": backend.encode_batch_fast, "encode_batch": backend.encode_batch}
     spent: dict[str, Seconds] = dict.fromkeys(ways, (0.0, 0.0))
-    tokens = 0
+    tokens = count = 0
     with path.open() as file:
         while lines := list(itertools.islice(file, CHUNK)):
             texts = [template.text(json.loads(line)["messages"], (), generation=False) for line in lines]

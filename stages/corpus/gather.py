@@ -23,7 +23,7 @@ from stages.corpus.candidates import asked, asked_words
 from stages.corpus.grams import LEAK_WORDS, KeptApart, grams, word_hashes
 from stages.corpus.items import Item, Reject
 from stages.corpus.near import Signatures
-from stages.corpus.parallel import in_order
+from stages.corpus.parallel import Processes
 from stages.corpus.quality import prompt_words
 from stages.corpus.ready import ReadyRows
 from stages.corpus.rendering import Renderer
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _TOGETHER = 256  # rows that are tokenised at once
 _TOGETHER_BYTES = 4 << 20  # and no more of them than that
-_ALONE = 32  # so many times as many rows are taken in before other processes are started
+_ALONE = 8  # so many times as many rows are taken in before other processes are started
 _Task = tuple["Source", list[Record | Item | Reject], int]
 
 
@@ -144,10 +144,16 @@ class _Gathering:
         here = Taker(self.prepare, self.renderer, self.ready, apart)
         for task in itertools.islice(tasks, None if self.prepare.workers == 1 else _ALONE):
             yield here.take(*task)
-        following = next(tasks, None)
-        if following is not None:
-            rest, settings = itertools.chain([following], tasks), (self.ready.target, self.prepare, apart)
-            yield from in_order(rest, take, self.prepare.workers, begin, settings)
+        if (following := next(tasks, None)) is None:
+            return
+        rest = itertools.chain([following], tasks)
+        with Processes(self.prepare.workers, begin, (self.ready.target, self.prepare, apart)) as processes:
+            for task in rest:
+                if processes.ready:
+                    rest = itertools.chain([task], rest)
+                    break
+                yield here.take(*task)
+            yield from processes.in_order(rest, take)
 
     def _note(self, taken: Taken, source: int) -> None:
         self.table.add(taken.prompts, taken.rows, source, taken.held)
@@ -230,7 +236,7 @@ def _sifted(at_work: _Gathering, gathered: list[Gathered], apart: list[Candidate
         of_source.first, of_source.fates = sift.of_source(i)
         of_source.details = sift.details
     sift.drop_duplicates()
-    sift.drop_leaks(at_work.kept_apart)
+    leaks = sift.drop_leaks(at_work.kept_apart)
     near = sift.near(at_work.signatures, prepare.near_duplicate_similarity)
     if prepare.near_duplicates == "drop":
         sift.drop_near(near, at_work.name)
@@ -247,7 +253,7 @@ def _sifted(at_work: _Gathering, gathered: list[Gathered], apart: list[Candidate
         gathered,
         apart,
         near=[(at_work.name(n.row), at_work.name(n.other), n.similarity) for n in kept],
-        leaks=[(at_work.name(row), name, share) for row, name, share in sift.leaks(at_work.kept_apart)],
+        leaks=[(at_work.name(row), name, share) for row, name, share in leaks if sift.fates[row] == Fate.KEPT],
     )
 
 

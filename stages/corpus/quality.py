@@ -37,7 +37,8 @@ def repeats_itself(
     if count < 40:
         return False
     folded = ((array[:-3] * _FACTOR + array[1:-2]) * _FACTOR + array[2:-1]) * _FACTOR + array[3:]
-    if len(np.unique(folded)) >= min_distinct * count:
+    folded.sort()
+    if np.count_nonzero(folded[1:] != folded[:-1]) + 1 >= min_distinct * count:
         return False  # distinct numbers are of distinct 4-grams; the reverse is counted
     exact = array.tolist()
     return len(set(zip(exact, exact[1:], exact[2:], exact[3:], strict=False))) < min_distinct * count

@@ -118,7 +118,8 @@ class Renderer:
             RowFault: with the token found.
         """
         said = [m["content"] for m in messages if m["role"] != "assistant"]
-        said.append(json.dumps(list(tools), ensure_ascii=False))
+        if tools:
+            said.append(json.dumps(list(tools), ensure_ascii=False))
         suspects = [text for text in said if self._suspect.search(text)]
         for token in self._control if suspects else ():
             if any(token in text for text in suspects):

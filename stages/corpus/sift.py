@@ -85,12 +85,14 @@ class Sift:
         again = np.concatenate([[False], self._prompts[order][1:] == self._prompts[order][:-1]])[: len(order)]
         self.fates[order[again]] = Fate.DUPLICATE
 
-    def drop_leaks(self, apart: KeptApart) -> None:
-        """Training prompts that share their text with a prompt of `apart`."""
-        for number, name, _ in self.leaks(apart):
+    def drop_leaks(self, apart: KeptApart) -> list[tuple[int, str, float]]:
+        """Training prompts that share their text with a prompt of `apart` fall; returns them as `_leaks` gives them."""
+        found = self._leaks(apart)
+        for number, name, _ in found:
             self._drop(number, Fate.LEAK, f"shares its text with {name}")
+        return found
 
-    def leaks(self, apart: KeptApart) -> list[tuple[int, str, float]]:
+    def _leaks(self, apart: KeptApart) -> list[tuple[int, str, float]]:
         """(candidate, name of the prompt kept apart, share of its n-grams) of training candidates that are still kept."""
         index = LeakIndex(apart)
         found: list[tuple[int, str, float]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from stages.contracts.files import file_digest
 from stages.contracts.manifest import PREPARED_MANIFEST, PreparedManifest
 from stages.contracts.params import load_params
 from stages.contracts.quality import PREPARED_QUALITY, PreparedQuality, digest_of_rows, token_bin
+from stages.corpus import gather
+from stages.corpus.parallel import Processes
 from tests.tiny import HIDDEN, LAYERS, POINTS, make_target
 
 EOS = 2
@@ -117,6 +120,24 @@ def test_the_same_inputs_give_the_same_bytes_with_or_without_kept_answers(line: 
     Path(".cache").rename("cache-aside")
     prepare.main()
     assert digests() == first
+
+
+def test_processes_of_their_own_give_the_same_bytes(line: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare.main()
+    alone = {str(f): file_digest(f) for f in sorted(Path("data/prepared").rglob("*")) if f.is_file()}
+    monkeypatch.setattr(gather, "_ALONE", 0)
+    monkeypatch.setattr(gather, "_TOGETHER", 3)
+    write({**line, "prepare": {**line["prepare"], "workers": 2}})
+    prepare.main()
+    assert {str(f): file_digest(f) for f in sorted(Path("data/prepared").rglob("*")) if f.is_file()} == alone
+
+
+def test_a_reading_process_that_is_killed_stops_the_run_in_words() -> None:
+    with (
+        pytest.raises(DataError, match=r"A process that reads rows ended early[\s\S]*prepare.workers, 1"),
+        Processes(1, print, ()) as processes,
+    ):
+        list(processes.in_order([(1,)], os._exit))
 
 
 def test_appended_prompts_leave_earlier_rows_where_they_were(line: dict) -> None:
