@@ -90,7 +90,9 @@ class Template:
         self.ids_after = lru_cache(maxsize=1024)(self._encode_after)
         self._demand_date()
         self.skeletons = Skeletons(
-            self._dated(self._source(())), lambda messages, generation: self.text(messages, (), generation=generation)
+            self._dated(self._source(())),
+            lambda messages, generation: self.text(messages, (), generation=generation),
+            {**self.tokenizer.special_tokens_map, **self._arguments},
         )
 
     def text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, generation: bool) -> str:
