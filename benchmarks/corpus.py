@@ -3,7 +3,7 @@
     python -m benchmarks.corpus [CONVERSATIONS]
 
 200,000 conversations (about 100 M tokens) unless a number is given. Both arms use the same cores and threads or processes,
-prepare.workers of them; the tokenizer alone is its own fastest way, `encode_batch_fast`, beside `encode_batch`, which also
+prepare.readers of them; the tokenizer alone is its own fastest way, `encode_batch_fast`, beside `encode_batch`, which also
 tells offsets. Prints rates by wall and by CPU seconds, what the rest costs, and the peak of memory, all processes together
 (PSS). Exits 1 above MAX_RATIO by wall or MAX_MEMORY_GIB.
 """
@@ -124,7 +124,7 @@ def peak_memory() -> Iterator[list[float]]:
 
 def alone(path: Path, folder: Path, prepare: Prepare, news: Any) -> None:
     """The tokenizer alone, in a process of its own; the texts are rendered beforehand and not timed."""
-    os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = str(prepare.workers), "true"
+    os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = str(prepare.readers), "true"
     template = Template(folder, prepare.rendering.template_arguments, None)
     backend = template.tokenizer.backend_tokenizer
     ways = {"encode_batch_fast": backend.encode_batch_fast, "encode_batch": backend.encode_batch}
@@ -181,7 +181,7 @@ def parts(prepare: Prepare, folder: Path, room: Path) -> dict[str, float]:
     few = prepare.sources[0].model_copy(update={"limit": PARTS})
     try:
         clock.timed("everything else", prepare_all)(
-            prepare.model_copy(update={"sources": (few,), "workers": 1}), folder, room
+            prepare.model_copy(update={"sources": (few,), "readers": 1}), folder, room
         )
     finally:
         for holder, name, work in before:

@@ -142,12 +142,12 @@ class _Gathering:
         """Few rows are taken in here; with more of them, processes that do nothing else are worth their start."""
         apart = frozenset(self.apart_ids)
         here = Taker(self.prepare, self.renderer, self.ready, apart)
-        for task in itertools.islice(tasks, None if self.prepare.workers == 1 else _ALONE):
+        for task in itertools.islice(tasks, None if self.prepare.readers == 1 else _ALONE):
             yield here.take(*task)
         if (following := next(tasks, None)) is None:
             return
         rest = itertools.chain([following], tasks)
-        with Processes(self.prepare.workers, begin, (self.ready.target, self.prepare, apart)) as processes:
+        with Processes(self.prepare.readers, begin, (self.ready.target, self.prepare, apart)) as processes:
             for task in rest:
                 if processes.ready:
                     rest = itertools.chain([task], rest)

@@ -65,10 +65,10 @@ class Processes:
         except BrokenProcessPool as error:
             raise DataError(
                 "A process that reads rows ended early",
-                where=f"params.yaml: prepare.workers, {self._workers}",
+                where=f"params.yaml: prepare.readers, {self._workers}",
                 expected="that it ends when the sources do",
                 got=str(error),
-                do="look for one that was killed, for want of memory perhaps (`dmesg`); fewer workers need less",
+                do="look for one that was killed, for want of memory perhaps (`dmesg`); fewer of them need less",
             ) from error
 
 

@@ -42,7 +42,7 @@ def line(tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> di
     raw["merge"]["draft_vocab_size"] = 64
     raw["gates"]["deployment"]["min_domain_accept_length"] = {}
     raw["prepare"] |= {
-        "max_prompt_tokens": 200, "max_new_tokens": 12, "max_row_tokens": 220, "batch_size": 4, "workers": 1,
+        "max_prompt_tokens": 200, "max_new_tokens": 12, "max_row_tokens": 220, "batch_size": 4, "workers": 1, "readers": 1,
         "held_out_share": 0.3, "out_of_distribution": 3,
         "sources": [
             {"name": "asked", "kind": "jsonl", "path": "asked.jsonl", "domain": "general", "licence": "own", "answers": "regenerate", "limit": 99},
@@ -127,14 +127,14 @@ def test_processes_of_their_own_give_the_same_bytes(line: dict, monkeypatch: pyt
     alone = {str(f): file_digest(f) for f in sorted(Path("data/prepared").rglob("*")) if f.is_file()}
     monkeypatch.setattr(gather, "_ALONE", 0)
     monkeypatch.setattr(gather, "_TOGETHER", 3)
-    write({**line, "prepare": {**line["prepare"], "workers": 2}})
+    write({**line, "prepare": {**line["prepare"], "readers": 2}})
     prepare.main()
     assert {str(f): file_digest(f) for f in sorted(Path("data/prepared").rglob("*")) if f.is_file()} == alone
 
 
 def test_a_reading_process_that_is_killed_stops_the_run_in_words() -> None:
     with (
-        pytest.raises(DataError, match=r"A process that reads rows ended early[\s\S]*prepare.workers, 1"),
+        pytest.raises(DataError, match=r"A process that reads rows ended early[\s\S]*prepare.readers, 1"),
         Processes(1, print, ()) as processes,
     ):
         list(processes.in_order([(1,)], os._exit))
