@@ -27,6 +27,7 @@ _BATCH_ROWS = 256
 _BOM = b"\xef\xbb\xbf"
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _FOREIGN = (
     (b"\xff\xfe", "UTF-16 text", "`iconv -f UTF-16 -t UTF-8 FILE > NEW`, and name the new file in `path`"),
     (b"\xfe\xff", "UTF-16 text", "`iconv -f UTF-16 -t UTF-8 FILE > NEW`, and name the new file in `path`"),
@@ -165,6 +166,8 @@ def _columns(blob: Blob, stream: BinaryIO, head: bytes) -> Iterator[Record]:
     while True:
         with sound(blob):
             batch = next(batches, None)
+            if batch is not None:
+                batch.validate(full=True)  # offsets that a flipped bit leads astray end the process otherwise
             rows = None if batch is None else batch.to_pylist(maps_as_pydicts="lossy")
         if rows is None:
             return
@@ -187,6 +190,10 @@ def _arrow(stream: BinaryIO, head: bytes) -> Iterator[Any]:
         file = pa.ipc.open_file(stream)
         batches: Iterator[Any] = (file.get_batch(i) for i in range(file.num_record_batches))
     else:
+        stream.seek(-len(_ARROW_END), io.SEEK_END)
+        if stream.read() != _ARROW_END:
+            raise EOFError("the stream has no end-of-stream mark: batches may be missing")
+        stream.seek(0)
         batches = iter(pa.ipc.open_stream(stream))
     for batch in batches:
         for start in range(0, batch.num_rows, _BATCH_ROWS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -292,6 +294,42 @@ def test_every_shape_gives_the_same_rows_and_accounts_for_all_it_read(line: dict
         )
         found[shape] = [(r["row_id"], r["prompt_id"], r["split"]) for r in rows("given")]
     assert len({tuple(f) for f in found.values()}) == 1
+
+
+def _packed(lines: list[str], words: str) -> bytes:
+    text = "\n".join(lines).encode()
+    return {"jsonl": text, "gz": gzip.compress(text), "zst": pa.compress(text, codec="zstd", asbytes=True)}[words]
+
+
+@pytest.mark.parametrize("words", ["jsonl", "gz", "zst"])
+def test_all_that_was_read_is_accepted_or_rejected_by_reason_however_it_is_packed(line: dict, words: str) -> None:
+    good = [json.dumps(SHAPES["openai"](q, a)) for q, a in TALK]
+    bad = [
+        json.dumps(chat("a", "")),
+        json.dumps(chat("b", "  ")),
+        json.dumps({"messages": chat("x", "from the assistant")["messages"][1:]}),
+        json.dumps({"messages": chat("x", "y")["messages"][:1] * 2 + chat("x", "y")["messages"][1:]}),
+        json.dumps(chat("no answer")),
+        '{"prompt": "\\ud83d", "response": "x"}',
+        '{"prompt": "cut',
+    ]
+    Path(f"rows.{words}").write_bytes(_packed([*good, *bad], words))
+    files(line)
+    prepare.main()
+    (source,) = manifest().sources
+    assert source.rejects == {
+        "empty assistant turn": 1, "blank assistant turn": 1, "starts with assistant": 1, "user after user": 1,
+        "no assistant turn": 1, "lone surrogate": 1, "line cut off": 1,
+    }  # fmt: skip
+    assert source.rows == 10 and source.rows_read == 17 == source.rows + sum(source.rejects.values())
+    told = pq.read_table("data/prepared/rejects.parquet").to_pylist()
+    assert [r["item"] for r in told] == [f"rows.{words}:{n}" for n in range(11, 18)]
+    if words != "jsonl":  # the end of a packed file that is missing stops the run, and the rows of before stay
+        before = manifest().digest()
+        Path(f"rows.{words}").write_bytes(_packed([*good, *bad], words)[:-3])
+        with pytest.raises(DataError, match=rf"damaged or cut off[\s\S]*rows\.{words}"):
+            prepare.main()
+        assert manifest().digest() == before
 
 
 def test_rows_that_stand_ready_without_a_mask_are_not_guessed_at(line: dict) -> None:
