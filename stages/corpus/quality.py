@@ -34,13 +34,13 @@ def repeats_itself(
         if looped >= 3 * period and looped >= min_loop_tokens:
             return True
     count = len(ids) - 3
-    if count < 40:
-        return False
+    exact = array.tolist()
+    if count < 40 or len(set(exact)) - 3 >= min_distinct * count:
+        return False  # of 4-grams, at least as many are distinct as of tokens, less the last three
     folded = ((array[:-3] * _FACTOR + array[1:-2]) * _FACTOR + array[2:-1]) * _FACTOR + array[3:]
     folded.sort()
     if np.count_nonzero(folded[1:] != folded[:-1]) + 1 >= min_distinct * count:
         return False  # distinct numbers are of distinct 4-grams; the reverse is counted
-    exact = array.tolist()
     return len(set(zip(exact, exact[1:], exact[2:], exact[3:], strict=False))) < min_distinct * count
 
 

@@ -253,12 +253,12 @@ class Renderer:
     def _plain_turns(self, plain: list[Message], asked: list[int]) -> list[_Turn] | None:
         """What `_turn` gives of each, with the whole rendered once; None where that would not be sure (skeleton.py)."""
         skeletons = self._template.skeletons
-        if not skeletons.fit(plain[: asked[-1] + 1]):
+        if (rendered := skeletons.whole(plain[: asked[-1] + 1])) is None:
             return None
         turns: list[_Turn] = []
         for k in asked:
             before = skeletons.opening(plain, k, generation=True)
-            whole = skeletons.opening(plain, k + 1, generation=False)
+            whole = rendered if k == asked[-1] else skeletons.opening(plain, k + 1, generation=False)
             if before is None or whole is None or not whole.startswith(before):
                 return None
             if self._is_said(before, whole[len(before) :]):

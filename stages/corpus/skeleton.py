@@ -34,12 +34,12 @@ class Skeletons:
         self._alone, self._asked = _compiled(source)
         self._pieces = lru_cache(maxsize=4096)(self._rendered)
 
-    def fit(self, messages: Sequence[Message]) -> bool:
-        """Whether skeletons give of `messages`, and so of every opening part of them, what the template writes."""
+    def whole(self, messages: Sequence[Message]) -> str | None:
+        """`messages` as rendered, where skeletons give of them, and so of every opening part, what the template writes."""
         if self._asked is None or not all(m.keys() == _PLAIN and self._is_plain(m["content"]) for m in messages):
-            return False
+            return None
         whole = self.opening(messages, len(messages), generation=False)
-        return whole is not None and whole == self._own_text(messages, False)
+        return None if whole is None or whole != self._own_text(messages, False) else whole
 
     def _own_text(self, messages: Sequence[Message], generation: bool) -> str | None:
         from jinja2.exceptions import TemplateError

@@ -355,13 +355,13 @@ def test_a_conversation_rendered_once_gives_the_rows_that_turn_by_turn_gives(fam
     odd = ["so  be it", "a\n\nb", "<b>x</b> | 'q' \"r\"", "ü 日本 \U0001f600", "1", "assistant", "1. x\n- y\n\tz"]
     talks = [[m for k in range(n) for m in (user(f"{odd[k % 7]} {n}"), said(odd[(k + n) % 7]))] for n in range(1, 8)]
     skeletons = renderer._template.skeletons
-    fits = sum(skeletons.fit(t) for t in talks)
+    fits = sum(skeletons.whole(t) is not None for t in talks)
     if family is DEEPSEEK_R1:  # it opens a think block that no answer here fills: no mask
         with pytest.raises(DataError, match="cannot be derived"):
             renderer.given(talks[0])
         return
     once = renderer.given_many([(t, ()) for t in talks])
-    skeletons.fit = lambda messages: False  # type: ignore[method-assign]
+    skeletons.whole = lambda messages: None  # type: ignore[method-assign]
     renderer._template.added.exact = False
     turns = renderer.given_many([(t, ()) for t in talks])
     assert [plain(r) for r in once] == [plain(r) for r in turns]
@@ -374,7 +374,7 @@ def plain(rows: Any) -> Any:
 
 def test_contents_that_the_template_could_treat_otherwise_are_rendered_turn_by_turn(tmp_path: Path) -> None:
     skeletons = renderer_of(tmp_path, QWEN_3)._template.skeletons
-    assert skeletons.fit([user("plain"), said("words")])
+    assert skeletons.whole([user("plain"), said("words")])
     for told in ("a </think> b", " spaced", "ends\n", "", "\ue0001\ue001"):
-        assert not skeletons.fit([user("plain"), said(told)])
-    assert not skeletons.fit([user("plain"), {**said("words"), "reasoning_content": "hm"}])
+        assert not skeletons.whole([user("plain"), said(told)])
+    assert not skeletons.whole([user("plain"), {**said("words"), "reasoning_content": "hm"}])
