@@ -23,6 +23,8 @@ _COMPARED = 1 << 16
 _SCHEME = "affine32"
 
 Signature = npt.NDArray[np.uint32]
+# pairs (before, after) by number, and how alike they are: 12 bytes each; a share of 64 values is exact as float32
+_Edges = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,14 @@ class Signatures:
         if not self._count:
             return []
         table = np.memmap(self._path, np.uint32, "r", shape=(self._count, _PERMUTATIONS))
-        edges: dict[tuple[int, int], float] = {}
+        found: list[_Edges] = []
         for band in range(_BANDS):
             before, after = _neighbours(table, rank, band)
             if wanted is not None:
                 both = wanted[before] & wanted[after]
                 before, after = before[both], after[both]
-            for first, second, alike in _alike(table, before, after, similarity):
-                edges[(first, second)] = alike
-        return _greedy(edges, rank)
+            found += _alike(table, before, after, similarity)
+        return _greedy(found, rank)
 
 
 def sketched(prompts: Sequence[Grams], otherwise: Sequence[int]) -> Signature:
@@ -124,18 +125,26 @@ def _neighbours(
 
 def _alike(
     table: Signature, before: npt.NDArray[np.int64], after: npt.NDArray[np.int64], similarity: float
-) -> Iterator[tuple[int, int, float]]:
+) -> Iterator[_Edges]:
     for start in range(0, len(before), _COMPARED):
         a, b = before[start : start + _COMPARED], after[start : start + _COMPARED]
         alike = (table[a] == table[b]).mean(1)
-        for i in np.flatnonzero(alike >= similarity):
-            yield int(a[i]), int(b[i]), float(alike[i])
+        near = alike >= similarity
+        if near.any():
+            yield a[near].astype(np.uint32), b[near].astype(np.uint32), alike[near].astype(np.float32)
 
 
-def _greedy(edges: dict[tuple[int, int], float], rank: npt.NDArray[np.uint64]) -> list[Near]:
+def _greedy(found: Sequence[_Edges], rank: npt.NDArray[np.uint64]) -> list[Near]:
     """In the order of their rank, prompts fall that are near to one that has not fallen."""
+    if not found:
+        return []
+    first, second, alike = (np.concatenate(part) for part in zip(*found, strict=True))
+    order = np.lexsort((rank[first], rank[second]))
+    first, second, alike = first[order], second[order], alike[order]
+    new = np.ones(len(first), bool)  # a pair meets in many bands
+    new[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
     fallen: dict[int, Near] = {}
-    for (first, second), alike in sorted(edges.items(), key=lambda e: (rank[e[0][1]], rank[e[0][0]])):
-        if first not in fallen and second not in fallen:
-            fallen[second] = Near(second, first, alike)
+    for a, b, share in zip(first[new].tolist(), second[new].tolist(), alike[new].tolist(), strict=True):
+        if a not in fallen and b not in fallen:
+            fallen[b] = Near(b, a, share)
     return [fallen[row] for row in sorted(fallen)]
