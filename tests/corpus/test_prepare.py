@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from transformers import PreTrainedTokenizerFast
 
 from stages import prepare
 from stages.contracts.errors import DataError, ParamsError
@@ -22,7 +23,10 @@ from stages.contracts.manifest import PREPARED_MANIFEST, PreparedManifest
 from stages.contracts.params import load_params
 from stages.contracts.quality import PREPARED_QUALITY, PreparedQuality, digest_of_rows, token_bin
 from stages.corpus import gather
+from stages.corpus.answers import Generated
 from stages.corpus.parallel import Processes
+from stages.corpus.rows import answered_rows
+from stages.corpus.spool import Candidate
 from tests.tiny import HIDDEN, LAYERS, POINTS, make_target
 
 EOS = 2
@@ -159,6 +163,37 @@ def test_policies_for_capped_and_repetitive_answers_are_followed_and_counted(lin
     assert given.capped == 0
     assert given.repetitive == 1 and given.rejects["capped"] == 1
     assert [r["repetitive"] for r in rows("given")].count(True) == 1
+
+
+@pytest.mark.parametrize("capped", ["keep", "drop"])
+def test_of_ten_answers_four_capped_are_kept_or_dropped_and_one_of_reasoning_alone_is_rejected(
+    line: dict, capped: str
+) -> None:
+    """D3."""
+    line["prepare"]["capped"] = capped
+    write(line)
+    settings, tokenizer = load_params().prepare, PreTrainedTokenizerFast.from_pretrained("target")
+    ids = np.arange(10, 30, dtype=np.int32)
+    asked = [Candidate(f"item {i}", f"{i:024x}", "train", ids, '[{"role": "user", "content": "q"}]') for i in range(10)]
+    said = tuple(tokenizer.encode("fine words that end", add_special_tokens=False))
+    told = [
+        *[Generated(said, "length")] * 4,
+        *[Generated((*said, EOS), "stop")] * 5,
+        Generated((), "empty", "only reasoning"),
+    ]
+    answers = {c.prompt_id: answer for c, answer in zip(asked, told, strict=True)}
+    made, rejects = answered_rows(
+        asked,
+        answers,
+        settings.sources[0],
+        settings,
+        frozenset({EOS}),
+        lambda i: tokenizer.decode(i, skip_special_tokens=True),
+    )
+    kept = 4 if capped == "keep" else 0
+    assert made.num_rows == 5 + kept and made.column("finish").to_pylist().count("capped") == kept
+    assert Counter(r.reason for r in rejects) == Counter({"empty answer": 1, **({"capped": 4} if not kept else {})})
+    assert rejects[-1].item == "item 9" and rejects[-1].detail == "only reasoning"
 
 
 def test_a_source_without_an_accepted_row_stops_and_tells_its_rejects(line: dict) -> None:
