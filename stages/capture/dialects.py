@@ -114,7 +114,7 @@ def dialect_of(tool: str, version: str | None = None, model_type: str = "") -> s
     _dialect(tool)
     if version is None or tool not in _ERAS:
         return tool
-    numbers = re.match(r"v?(\d+(?:\.\d+)+)", version.strip())
+    numbers = re.match(r"v?(\d{1,9}(?:\.\d{1,9})+)", version.strip())
     if numbers is None:
         raise EngineError(
             f"This is no version of {tool}",

@@ -13,13 +13,15 @@ from stages.glancing.told import Note
 
 _DEFAULT_BATCH = 8  # speculators 0.3-0.4, scripts/data_generation_offline.py --batch-size
 _PASS_TOKENS = 8192  # what one pass of its vLLM generator took before it cut a prefill in pieces
+_VERSION = 40  # characters of one that are read: a config may say anything
+_INDEX = re.compile(r"[0-9]{1,18}")
 _STRING_ORDER = 10  # up to "9", text and number sort alike
 _PROBE = "`--deep` compares masks with tokens; with the target at hand it also recomputes sampled rows"
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
     """0.4.0.1 -> (0, 4, 0, 1); what follows a letter is left out."""
-    return tuple(int(n) for n in re.match(r"[\d.]*", version)[0].split(".") if n)  # type: ignore[index]
+    return tuple(int(n) for n in re.match(r"[\d.]*", version[:_VERSION])[0].split(".") if n)  # type: ignore[index]
 
 
 def known_faults(tool: str, era: str, runs: Sequence[Run], lengths: Mapping[str, Mapping[str, int]]) -> list[Note]:
@@ -58,7 +60,7 @@ def _paired(run: Run, lengths: Mapping[str, int]) -> list[Note]:
 
 
 def _batches_above(lengths: Mapping[str, int], batch: int) -> tuple[int, int] | None:
-    if not lengths or not all(k.isdigit() for k in lengths):
+    if not lengths or not all(map(_INDEX.fullmatch, lengths)):
         return None
     ordered = [n for _, n in sorted(lengths.items(), key=lambda item: int(item[0]))]
     sums = [sum(ordered[i : i + batch]) for i in range(0, len(ordered), batch)]

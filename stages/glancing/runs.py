@@ -10,7 +10,7 @@ from typing import Any, cast
 
 CONFIG, LENGTHS = "data_config.json", "sample_lengths.json"
 _MAX_JSON = 256 << 20
-_BATCH = re.compile(r"--batch[-_]size[ =](\d+)")
+_BATCH = re.compile(r"--batch[-_]size[ =](\d{1,9})(?!\d)")
 
 
 @dataclass(frozen=True)
