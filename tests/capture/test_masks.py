@@ -202,6 +202,22 @@ def test_a_permuted_store_is_adopted_with_the_prepared_masks_and_loses_no_row(tm
     assert len(found.home) == 24 and found.faulty == {} and found.counts["differing_masks"] == 2 * 10
 
 
+def test_an_id_beyond_32_bits_is_not_taken_for_the_token_that_its_lower_half_names(
+    tmp_path: Path, folder: Path
+) -> None:
+    rows = chats(folder, 2)
+    wanted = [s.ids.numpy().astype(np.int32) for s in rows]
+    masks = [s.mask.numpy().astype(np.uint8) for s in rows]
+    rows[0].ids[3] += 1 << 32
+    found = match(
+        open_store(store(tmp_path, rows)),
+        [Row(row_id(i, m), i, m) for i, m in zip(wanted, masks, strict=True)],
+        3,
+        make.HIDDEN,
+    )
+    assert list(found.home) == [row_id(wanted[1], masks[1])] and found.counts["unused"] == 1
+
+
 def test_numbers_sorted_as_text() -> None:
     assert text_order(12) == [0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9] and text_order(10) == list(range(10))
     for count in (1, 9, 10, 11, 12, 99, 100, 101, 1234):
