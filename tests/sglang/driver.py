@@ -108,7 +108,7 @@ def main() -> None:
         runner.model.set_eagle3_layers_to_capture(ids)
         try:
             found[name] = states(runner, told["prompt"], told["then"])
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             refused[name] = str(error)
     save_file(found, out)
     print(json.dumps({"class": type(runner.model).__name__, "refused": refused}))
