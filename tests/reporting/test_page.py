@@ -89,7 +89,7 @@ def test_training_shows_places_speed_memory_waiting_and_what_is_known_by_heart(t
     assert "Accepted by place in the draft, held out" in said and "draft token 2" in said
     assert "rows trained on" in said and "has 1.88, on held-out ones 1.63" in said
     assert "Training ended after step 420, since nothing improved any more." in said
-    assert "At most 1\u202f404 MiB in the first process; at most 1.2\u202f% of the time went to waiting" in said
+    assert "At most 1 404 MiB in the first process; at most 1.2 % of the time went to waiting" in said
     held = html[html.index("Held-out accept length, simulated") : html.index("Accepted by place in the draft")]
     assert held.count('class="whisker"') == 7, "an interval at every evaluation"
 
