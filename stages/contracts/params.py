@@ -15,6 +15,7 @@ from stages.contracts.errors import ParamsError
 from stages.contracts.sections.base import Section
 from stages.contracts.sections.gates import DeploymentGate, ExtractionGate, Gates, TrainingGate
 from stages.contracts.sections.prepare import Answers, Prepare, Rendering, Source
+from stages.contracts.sections.registry import Registry
 from stages.contracts.sections.serve import Benchmark, Serve, SGLang
 from stages.contracts.sections.states import Capture, Merge
 from stages.contracts.sections.target import Target
@@ -30,6 +31,7 @@ __all__ = [
     "Merge",
     "Params",
     "Prepare",
+    "Registry",
     "Rendering",
     "SGLang",
     "Serve",
@@ -38,6 +40,7 @@ __all__ = [
     "Train",
     "TrainingGate",
     "load_params",
+    "load_registry",
 ]
 
 
@@ -50,6 +53,7 @@ class Params(Section):
     serve: Serve
     benchmark: Benchmark
     gates: Gates
+    registry: Registry
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Params:
@@ -72,13 +76,31 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     except ValidationError as error:
         faults = [_told(f["loc"], f["msg"], f["input"]) for f in error.errors() if f["loc"]]
         faults += between_sections(_sound(raw))
-        raise ParamsError(
-            f"params.yaml has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
-            where=str(path),
-            expected="keys and ranges as commented in params.yaml",
-            got="\n    " + "\n    ".join(faults),
-            do="mend each line named",
-        ) from error
+        raise _faulty(path, faults) from error
+
+
+def load_registry(path: Path = Path("params.yaml")) -> Registry:
+    """The one section that the flows read: what the other sections say is no reason against a rollback.
+
+    Raises:
+        ParamsError: no file, no YAML, no such section, or faults in it, all of them named.
+    """
+    raw = read_sections(path)
+    try:
+        return Registry.model_validate(raw.get("registry"))
+    except ValidationError as error:
+        faults = [_told(("registry", *f["loc"]), f["msg"], f["input"]) for f in error.errors()]
+        raise _faulty(path, faults) from error
+
+
+def _faulty(path: Path, faults: list[str]) -> ParamsError:
+    return ParamsError(
+        f"params.yaml has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
+        where=str(path),
+        expected="keys and ranges as commented in params.yaml",
+        got="\n    " + "\n    ".join(faults),
+        do="mend each line named",
+    )
 
 
 def _sound(raw: Mapping[Any, Any]) -> dict[str, Section]:

@@ -1,0 +1,84 @@
+"""Files by their sha256. What a store says of its bytes is not believed: every blob is read back and digested here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+from flows.registry.store import Store
+from stages.contracts.errors import DataError
+from stages.contracts.release import ReleaseFile
+
+_ROUNDS = 3  # of an upload or download whose bytes came out wrong
+
+
+def blob_key(digest: str) -> str:
+    return f"blobs/{digest.removeprefix('sha256:')}"
+
+
+def digest_of(store: Store, key: str) -> str:
+    """sha256 of an object's bytes as they come from the store."""
+    sha = hashlib.sha256()
+    for piece in store.stream(key):
+        sha.update(piece)
+    return "sha256:" + sha.hexdigest()
+
+
+def put_blob(store: Store, path: Path, file: ReleaseFile, grace_s: float) -> None:
+    """Bring a file into the store and read it back. One that is there is read back too, and written anew when it is old
+    enough that retention might be about to remove it.
+
+    Raises:
+        DataError: the bytes read back are others, every time.
+        StoreError: see Store.
+    """
+    key = blob_key(file.sha256)
+    there = store.look(key)
+    fresh = there is not None and there.size_bytes == file.size_bytes and there.modified_s > time.time() - grace_s / 2
+    found = ""
+    for again in range(_ROUNDS):
+        if again or not fresh:
+            store.put_file(key, path)
+        for _ in range(_ROUNDS):  # the way back may have done it
+            found = digest_of(store, key)
+            if found == file.sha256:
+                return
+    raise DataError(
+        "The registry's store gives back other bytes than were written",
+        where=f"{store.where}/{key}",
+        expected=file.sha256,
+        got=found,
+        do="do not use this store until its disk, its network or what stands between is mended",
+    )
+
+
+def get_blob(store: Store, file: ReleaseFile, to: Path) -> None:
+    """Write a blob's bytes to the new file `to`, once they are known to be its own.
+
+    Raises:
+        DataError: missing or altered in the store, every time it was read.
+        StoreError: see Store.
+    """
+    key = blob_key(file.sha256)
+    found = ""
+    for _ in range(_ROUNDS):
+        sha = hashlib.sha256()
+        with to.open("wb") as out:
+            for piece in store.stream(key):
+                sha.update(piece)
+                out.write(piece)
+            out.flush()
+            os.fsync(out.fileno())
+        found = "sha256:" + sha.hexdigest()
+        if found == file.sha256:
+            return
+        to.unlink()
+    raise DataError(
+        "A file of the release was altered in the registry",
+        where=f"{store.where}/{key}",
+        expected=file.sha256,
+        got=found,
+        do="restore it from a version or a backup of the store, or promote the draft again",
+    )
