@@ -10,7 +10,7 @@ from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, Refusal
 from stages.contracts.evidence import POLICY, SERVE_EVIDENCE, ServeEvidence, ServingPolicy
 from stages.contracts.files import digest, file_digest
-from stages.contracts.release import ReleaseFile, ReleaseRecord
+from stages.contracts.release import ReleaseRecord
 from stages.contracts.report import EVIDENCE, GATE_REPORTS, GateReport, demand, evidence_digests
 
 _GATES = ("extraction", "training", "deployment")
@@ -24,11 +24,9 @@ class Contents:
     files: dict[str, Path]
     texts: dict[str, bytes]
 
-    def described(self) -> dict[str, ReleaseFile]:
-        found = {
-            name: ReleaseFile(sha256=file_digest(p), size_bytes=p.stat().st_size) for name, p in self.files.items()
-        }
-        return found | {n: ReleaseFile(sha256=digest(t), size_bytes=len(t)) for n, t in self.texts.items()}
+    def described(self) -> dict[str, str]:
+        found = {name: file_digest(path) for name, path in self.files.items()}
+        return found | {name: digest(text) for name, text in self.texts.items()}
 
     def write(self, folder: Path) -> None:
         for name, source in self.files.items():

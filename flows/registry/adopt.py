@@ -94,7 +94,7 @@ def _adopted(root: Path, store: Store, old: str, grace_s: float) -> ReleaseRecor
             do="put it back from a backup, or move releases/ aside to begin a registry anew",
         )
     was = ReleaseRecord.read(source / RECORD)
-    record = was.model_copy(update={"version": 2, "files": parcels.described(source)})
+    record = was.model_copy(update={"files": parcels.described(source)})
     folder = root / RELEASES / record.name
     if not folder.is_dir() or parcels.altered(folder, record):
         with whole_folder(folder) as aside:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from flows.registry.store import Store
 from stages.contracts.errors import DataError
-from stages.contracts.release import ReleaseFile
 
 _ROUNDS = 3  # of an upload or download whose bytes came out wrong
 
@@ -26,7 +25,7 @@ def digest_of(store: Store, key: str) -> str:
     return "sha256:" + sha.hexdigest()
 
 
-def put_blob(store: Store, path: Path, file: ReleaseFile, grace_s: float) -> None:
+def put_blob(store: Store, path: Path, digest: str, grace_s: float) -> None:
     """Bring a file into the store and read it back. One that is there is read back too, and written anew when it is old
     enough that retention might be about to remove it.
 
@@ -34,34 +33,34 @@ def put_blob(store: Store, path: Path, file: ReleaseFile, grace_s: float) -> Non
         DataError: the bytes read back are others, every time.
         StoreError: see Store.
     """
-    key = blob_key(file.sha256)
+    key = blob_key(digest)
     there = store.look(key)
-    fresh = there is not None and there.size_bytes == file.size_bytes and there.modified_s > time.time() - grace_s / 2
+    fresh = there is not None and there.modified_s > time.time() - grace_s / 2
     found = ""
     for again in range(_ROUNDS):
         if again or not fresh:
             store.put_file(key, path)
         for _ in range(_ROUNDS):  # the way back may have done it
             found = digest_of(store, key)
-            if found == file.sha256:
+            if found == digest:
                 return
     raise DataError(
         "The registry's store gives back other bytes than were written",
         where=f"{store.where}/{key}",
-        expected=file.sha256,
+        expected=digest,
         got=found,
         do="do not use this store until its disk, its network or what stands between is mended",
     )
 
 
-def get_blob(store: Store, file: ReleaseFile, to: Path) -> None:
+def get_blob(store: Store, digest: str, to: Path) -> None:
     """Write a blob's bytes to the new file `to`, once they are known to be its own.
 
     Raises:
         DataError: missing or altered in the store, every time it was read.
         StoreError: see Store.
     """
-    key = blob_key(file.sha256)
+    key = blob_key(digest)
     found = ""
     for _ in range(_ROUNDS):
         sha = hashlib.sha256()
@@ -72,13 +71,13 @@ def get_blob(store: Store, file: ReleaseFile, to: Path) -> None:
             out.flush()
             os.fsync(out.fileno())
         found = "sha256:" + sha.hexdigest()
-        if found == file.sha256:
+        if found == digest:
             return
         to.unlink()
     raise DataError(
         "A file of the release was altered in the registry",
         where=f"{store.where}/{key}",
-        expected=file.sha256,
+        expected=digest,
         got=found,
         do="restore it from a version or a backup of the store, or promote the draft again",
     )

@@ -12,7 +12,7 @@ from flows.registry.blobs import blob_key, get_blob, put_blob
 from flows.registry.store import Store
 from stages.contracts.errors import DataError
 from stages.contracts.files import file_digest, whole_folder
-from stages.contracts.release import RECORD, ReleaseFile, ReleaseRecord
+from stages.contracts.release import RECORD, ReleaseRecord
 
 _READS = 4
 _AT_ONCE = 8
@@ -22,10 +22,10 @@ def record_key(name: str) -> str:
     return f"records/{name}.json"
 
 
-def described(folder: Path) -> dict[str, ReleaseFile]:
+def described(folder: Path) -> dict[str, str]:
     """Every file below a folder, by its path there; its record is not one of them."""
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / RECORD)
-    return {str(p.relative_to(folder)): ReleaseFile(sha256=file_digest(p), size_bytes=p.stat().st_size) for p in paths}
+    return {str(p.relative_to(folder)): file_digest(p) for p in paths}
 
 
 def altered(folder: Path, record: ReleaseRecord) -> list[str]:
@@ -59,11 +59,10 @@ def put_release(store: Store, folder: Path, record: ReleaseRecord, grace_s: floa
 
 
 def missing(store: Store, record: ReleaseRecord) -> list[str]:
-    """Files of a release that the store does not hold in their size."""
+    """Files of a release that the store does not hold."""
 
     def lacks(name: str) -> bool:
-        there = store.look(blob_key(record.files[name].sha256))
-        return there is None or there.size_bytes != record.files[name].size_bytes
+        return store.look(blob_key(record.files[name])) is None
 
     names = sorted(record.files)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -118,7 +117,7 @@ def get_release(store: Store, name: str, to: Path) -> ReleaseRecord:
     return record
 
 
-def _within(record: ReleaseRecord) -> Iterator[tuple[str, ReleaseFile]]:
+def _within(record: ReleaseRecord) -> Iterator[tuple[str, str]]:
     """The record's files, none of which may lead out of the folder.
 
     Raises:

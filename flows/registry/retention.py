@@ -53,7 +53,7 @@ def plan(store: Store, keep_releases: int, grace_s: float) -> Plan:
     records, blobs = store.listing("records/"), store.listing("blobs/")  # listed before the pointers are read: what is
     names = reached(store, keep_releases)  # promoted meanwhile is younger than the grace
     kept = {r.key for r in records if r.modified_s > now - grace_s} | {record_key(n) for n in names}
-    keep_blobs = {blob_key(file.sha256) for key in kept for file in read_record(store, _name_of(key)).files.values()}
+    keep_blobs = {blob_key(digest) for key in kept for digest in read_record(store, _name_of(key)).files.values()}
     return Plan(
         records=tuple(r for r in records if r.key not in kept),
         blobs=tuple(b for b in blobs if b.key not in keep_blobs and b.modified_s <= now - grace_s),

@@ -24,19 +24,12 @@ _NAME_DIGITS = 12
 _LIST = "`python -m flows.release list` names the releases; `python -m flows.release follow` writes the pointer anew"
 
 
-class ReleaseFile(Fact):
-    sha256: str
-    size_bytes: int
-
-
 class ReleaseRecord(Fact):
-    """releases/<release digest>/release.json: names everything a deployment has to match.
+    """releases/<release digest>/release.json: names everything a deployment has to match, and every other file of the
+    release by its path there and its digest: the release's name is a digest over them all. Releases from before there were
+    registries did not name their files."""
 
-    files: every other file of the release, by its path there; the release's name is a digest over them all. Releases of
-    version 1 did not name their files.
-    """
-
-    version: Literal[1, 2] = 2
+    version: Literal[1] = 1
     draft_digest: str
     merged_digest: str
     gate_reports: dict[str, str]
@@ -46,7 +39,7 @@ class ReleaseRecord(Fact):
     accept_length: float
     accept_length_by_domain: dict[str, float]
     dvc_lock_digest: str
-    files: dict[str, ReleaseFile] = Field(default_factory=dict, exclude_if=lambda files: not files)
+    files: dict[str, str] = Field(default_factory=dict, exclude_if=lambda files: not files)
 
     @property
     def name(self) -> str:

@@ -30,7 +30,7 @@ from stages.contracts.report import Check, GateName, GateReport, evidence_digest
 
 ZERO = "sha256:" + "0" * 64
 REGISTRY: dict[str, object] = {
-    "uri": "releases",
+    "uri": "releases/.registry",
     "endpoint_url": None,
     "region": None,
     "timeout_s": 10,

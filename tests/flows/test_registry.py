@@ -18,7 +18,7 @@ from flows.registry.store import Found, Store
 from stages.contracts.errors import DataError, ParamsError, Refusal
 from stages.contracts.files import canonical, digest
 from stages.contracts.params import load_registry
-from stages.contracts.release import ReleaseFile, ReleaseRecord, current
+from stages.contracts.release import ReleaseRecord, current
 from tests.flows.samples import write_draft, write_registry
 
 
@@ -44,10 +44,10 @@ def conforms(store: Store, tmp_path: Path) -> None:
     assert second is not None and second.data == b"two" and second.version != first.version
     path = tmp_path / "a file"
     path.write_bytes(os.urandom(3000))
-    file = ReleaseFile(sha256=digest(path.read_bytes()), size_bytes=3000)
+    file = digest(path.read_bytes())
     for _ in range(2):
         blobs.put_blob(store, path, file, 3600)
-    key = blobs.blob_key(file.sha256)
+    key = blobs.blob_key(file)
     there = store.look(key)
     assert there is not None and there.size_bytes == 3000 and abs(there.modified_s - time.time()) < 60
     assert [one.key for one in store.listing("blobs/")] == [key] and b"".join(store.stream(key)) == path.read_bytes()
@@ -88,10 +88,10 @@ def test_a_store_that_ignores_a_condition_is_refused_before_anything_is_promoted
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignores: str, words: str
 ) -> None:
     write_draft(tmp_path)
-    monkeypatch.setattr(release, "open_store", lambda *_: _Careless(tmp_path / "releases", ignores))
+    monkeypatch.setattr(release, "open_store", lambda *_: _Careless(tmp_path / "releases/.registry", ignores))
     with pytest.raises(Refusal, match=rf"no conditional writes(.|\n)*{words}"):
         release.promote(tmp_path)
-    assert current(tmp_path) is None and not (tmp_path / "releases/channels").exists()
+    assert current(tmp_path) is None and not (tmp_path / "releases/.registry/channels").exists()
 
 
 def _promote(root: Path, told: Any) -> None:
@@ -206,7 +206,7 @@ def test_any_altered_byte_of_a_pointer_entry_or_record_is_named_and_nothing_move
     for weights in (b"a", b"b"):
         write_draft(tmp_path, weights)
         names.append(release.promote(tmp_path).name)
-    kept = tmp_path / "releases"
+    kept = tmp_path / "releases/.registry"
     path = {
         "pointer": kept / "channels/production.json",
         "entry": kept / "ledger/production/00000001.json",
@@ -227,7 +227,7 @@ def test_an_entry_exchanged_for_a_sealed_one_of_another_history_breaks_the_chain
         for weights in (b"a", b"b", b"c"):
             write_draft(clone, weights)
             release.promote(clone)
-    path = "releases/ledger/production/00000002.json"
+    path = "releases/.registry/ledger/production/00000002.json"
     (tmp_path / "one" / path).write_bytes((tmp_path / "other" / path).read_bytes())
     with pytest.raises(DataError, match=r"does not follow(.|\n)*previous"):
         release.list_releases(tmp_path / "one")
@@ -249,19 +249,19 @@ def test_retention_tells_first_and_never_removes_what_a_pointer_or_a_rollback_re
         made.append(release.promote(tmp_path))
     write_draft(tmp_path, b"e")
     candidate = release.propose(tmp_path).release
-    (tmp_path / "releases/blobs/stray").write_bytes(b"of an upload that never ended in a record")
+    (tmp_path / "releases/.registry/blobs/stray").write_bytes(b"of an upload that never ended in a record")
     assert "would remove" not in release.prune(tmp_path), "all is younger than the grace"
-    _aged(tmp_path / "releases/blobs", 2)
-    _aged(tmp_path / "releases/records", 2)
+    _aged(tmp_path / "releases/.registry/blobs", 2)
+    _aged(tmp_path / "releases/.registry/records", 2)
     told = release.prune(tmp_path)
     assert f"kept: {', '.join(sorted([made[2].name, made[3].name, candidate.name]))}" in told
-    gone = {blobs.blob_key(m.record.files["draft/model.safetensors"].sha256) for m in made[:2]}
+    gone = {blobs.blob_key(m.record.files["draft/model.safetensors"]) for m in made[:2]}
     for key in (*gone, "blobs/stray", *(f"records/{m.name}.json" for m in made[:2])):
         assert f"would remove {key} " in told
-        assert (tmp_path / "releases" / key).exists(), "nothing goes untold"
+        assert (tmp_path / "releases/.registry" / key).exists(), "nothing goes untold"
     assert "removed records/" in release.prune(tmp_path, delete=True)
     for key in (*gone, "blobs/stray"):
-        assert not (tmp_path / "releases" / key).exists()
+        assert not (tmp_path / "releases/.registry" / key).exists()
     for kept in (made[2], made[3], candidate):
         assert release.fetch(tmp_path, kept.name, tmp_path / f"to {kept.name}").record == kept.record
     assert release.rollback(tmp_path).name == made[2].name
@@ -278,8 +278,8 @@ def test_what_was_promoted_between_the_plan_and_its_carrying_out_stays(tmp_path:
     write_draft(tmp_path, b"c")
     release.propose(tmp_path)
     for part in ("blobs", "records"):
-        _aged(tmp_path / "releases" / part, 2)
-    store = FolderStore(tmp_path / "releases")
+        _aged(tmp_path / "releases/.registry" / part, 2)
+    store = FolderStore(tmp_path / "releases/.registry")
     planned = retention.plan(store, 2, 3600)
     assert f"records/{waiting.release.name}.json" in [r.key for r in planned.records]
     made = release.accept(tmp_path, waiting)
@@ -291,11 +291,11 @@ def test_an_old_blob_that_a_new_release_names_again_is_written_anew_so_that_rete
     store = FolderStore(tmp_path / "registry")
     path = tmp_path / "file"
     path.write_bytes(b"again")
-    file = ReleaseFile(sha256=digest(b"again"), size_bytes=5)
+    file = digest(b"again")
     blobs.put_blob(store, path, file, 3600)
     _aged(tmp_path / "registry", 0.6)
     blobs.put_blob(store, path, file, 3600)
-    found = store.look(blobs.blob_key(file.sha256))
+    found = store.look(blobs.blob_key(file))
     assert found is not None and found.modified_s > time.time() - 60
 
 
@@ -306,7 +306,7 @@ def _old_folder(root: Path) -> list[str]:
         write_draft(root, weights)
         made = release.contents(root)
         record = release.record_of(root, made)
-        old = ReleaseRecord.model_validate(record.model_dump() | {"version": 1, "files": {}})
+        old = ReleaseRecord.model_validate(record.model_dump() | {"files": {}})
         name = old.name
         made.write(root / "releases" / name)
         old.write(root / "releases" / name / "release.json")
@@ -389,7 +389,7 @@ def test_a_files_path_that_leads_out_of_the_release_is_refused(tmp_path: Path) -
     write_draft(tmp_path)
     made = release.promote(tmp_path)
     bad = made.record.model_copy(update={"files": {"../../x": next(iter(made.record.files.values()))}})
-    store = FolderStore(tmp_path / "releases")
+    store = FolderStore(tmp_path / "releases/.registry")
     store.create(parcels.record_key(bad.name), bad.canonical())
     with pytest.raises(DataError, match="outside its folder"):
         release.fetch(tmp_path, bad.name, tmp_path / "to")

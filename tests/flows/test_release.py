@@ -176,8 +176,8 @@ def test_rollback_mends_a_release_damaged_here_and_refuses_one_damaged_in_the_re
     second = release.promote(tmp_path).name
     here = tmp_path / "releases" / first.name / "draft/model.safetensors"
     here.write_bytes(b"?")
-    digest = first.record.files["draft/model.safetensors"].sha256
-    blob = tmp_path / "releases/blobs" / digest.removeprefix("sha256:")
+    digest = first.record.files["draft/model.safetensors"]
+    blob = tmp_path / "releases/.registry/blobs" / digest.removeprefix("sha256:")
     blob.write_bytes(b"!")
     with pytest.raises(DataError, match=r"was altered in the registry\n(.|\n)*blobs/"):
         release.rollback(tmp_path)
@@ -229,10 +229,12 @@ def test_a_pointer_that_moved_without_an_entry_is_told_by_the_next_writer(
     old = release.promote(tmp_path).name
     write_draft(tmp_path, b"b")
     new = release.promote(tmp_path).name
-    (tmp_path / "releases/ledger/production/00000002.json").unlink()  # as a kill between the two writes leaves it
+    (
+        tmp_path / "releases/.registry/ledger/production/00000002.json"
+    ).unlink()  # as a kill between the two writes leaves it
     assert [line.split()[-1] for line in release.list_releases(tmp_path).splitlines()] == [old, new]
     assert release.rollback(tmp_path).name == old
-    assert sorted(p.name for p in (tmp_path / "releases/ledger/production").iterdir()) == [
+    assert sorted(p.name for p in (tmp_path / "releases/.registry/ledger/production").iterdir()) == [
         f"0000000{n}.json" for n in (1, 2, 3)
     ]
 
