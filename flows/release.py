@@ -26,6 +26,7 @@ from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, LineError, Refusal, run
 from stages.contracts.evidence import POLICY, SERVE_EVIDENCE, ServeEvidence, ServingPolicy
 from stages.contracts.files import canonical, file_digest, whole_folder, write_whole
+from stages.contracts.provenance import code_revision, kept_files
 from stages.contracts.release import POINTER, RELEASES, ReleaseRecord, current, current_record
 from stages.contracts.report import EVIDENCE, GATE_REPORTS, GateReport, demand, evidence_digests
 from stages.contracts.repository import demand_repository
@@ -99,7 +100,19 @@ def record_of(root: Path = Path()) -> ReleaseRecord:
         accept_length=served.served.accept_length,
         accept_length_by_domain={k: v.accept_length for k, v in served.served_by_domain.items()},
         dvc_lock_digest=file_digest(root / "dvc.lock"),
+        code_revision=code_revision(root),
+        files={name: file_digest(path) for name, path in contents(root, draft).items()},
     )
+
+
+def contents(root: Path, draft: DraftRecord) -> dict[str, Path]:
+    """Every file of a release beside its record: name in the release, and the file it is a copy of."""
+    found = {f"draft/{p.relative_to(root / DRAFT)}": p for p in sorted((root / DRAFT).rglob("*")) if p.is_file()}
+    found |= {f"gates/{gate}.json": root / GATE_REPORTS / f"{gate}.json" for gate in _GATES}
+    found |= {path.name if path == POLICY else f"evidence/{path.name}": root / path for path in EVIDENCE}
+    if (root / _PAGE).exists():
+        found["index.html"] = root / _PAGE
+    return found | kept_files(root, draft)
 
 
 def _demand_judged(report: GateReport, root: Path) -> None:
@@ -159,16 +172,9 @@ def promote(root: Path = Path(), even_if_rolled_back: bool = False) -> Release:
 
 
 def _fill(folder: Path, root: Path, record: ReleaseRecord) -> None:
-    shutil.copytree(root / DRAFT, folder / "draft", copy_function=shutil.copyfile)
-    (folder / "gates").mkdir()
-    for gate in _GATES:
-        shutil.copyfile(root / GATE_REPORTS / f"{gate}.json", folder / "gates" / f"{gate}.json")
-    (folder / "evidence").mkdir()
-    for path in EVIDENCE:
-        to = folder / path.name if path == POLICY else folder / "evidence" / path.name
-        shutil.copyfile(root / path, to)
-    if (root / _PAGE).exists():
-        shutil.copyfile(root / _PAGE, folder / "index.html")
+    for name, path in contents(root, DraftRecord.read(root / DRAFT / DRAFT_RECORD)).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
     record.write(folder / "release.json")
 
 
