@@ -10,6 +10,7 @@ from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, Refusal
 from stages.contracts.evidence import POLICY, SERVE_EVIDENCE, ServeEvidence, ServingPolicy
 from stages.contracts.files import digest, file_digest
+from stages.contracts.provenance import code_revision, kept_files
 from stages.contracts.release import ReleaseRecord
 from stages.contracts.report import EVIDENCE, GATE_REPORTS, GateReport, demand, evidence_digests
 
@@ -42,13 +43,13 @@ def contents(root: Path) -> Contents:
     Raises:
         DataError: the draft's record is missing or damaged.
     """
-    DraftRecord.read(root / DRAFT / DRAFT_RECORD)
+    draft = DraftRecord.read(root / DRAFT / DRAFT_RECORD)
     files = {f"draft/{p.relative_to(root / DRAFT)}": p for p in sorted((root / DRAFT).rglob("*")) if p.is_file()}
     files |= {f"gates/{gate}.json": root / GATE_REPORTS / f"{gate}.json" for gate in _GATES}
     files |= {path.name if path == POLICY else f"evidence/{path.name}": root / path for path in EVIDENCE}
     if (root / _PAGE).exists():
         files["index.html"] = root / _PAGE
-    return Contents(files, {})
+    return Contents(files | kept_files(root, draft), {})
 
 
 def record_of(root: Path, made: Contents) -> ReleaseRecord:
@@ -79,6 +80,7 @@ def record_of(root: Path, made: Contents) -> ReleaseRecord:
         accept_length=served.served.accept_length,
         accept_length_by_domain={k: v.accept_length for k, v in served.served_by_domain.items()},
         dvc_lock_digest=file_digest(root / "dvc.lock"),
+        code_revision=code_revision(root),
         files=made.described(),
     )
 
