@@ -6,11 +6,20 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.model_card import CARD, model_card
+from stages.contracts.beside import BESIDE
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, Refusal
-from stages.contracts.evidence import POLICY, SERVE_EVIDENCE, ServeEvidence, ServingPolicy
+from stages.contracts.evidence import (
+    BENCHMARK_EVIDENCE,
+    POLICY,
+    SERVE_EVIDENCE,
+    BenchmarkEvidence,
+    ServeEvidence,
+    ServingPolicy,
+)
 from stages.contracts.files import digest, file_digest
-from stages.contracts.provenance import code_revision, kept_files
+from stages.contracts.provenance import KEPT_PREPARED, code_revision, kept_files
 from stages.contracts.release import ReleaseRecord
 from stages.contracts.report import EVIDENCE, GATE_REPORTS, GateReport, demand, evidence_digests
 
@@ -41,7 +50,7 @@ def contents(root: Path) -> Contents:
     """The files of the line that a release carries.
 
     Raises:
-        DataError: the draft's record is missing or damaged.
+        DataError: a fact that the release carries is missing or damaged.
     """
     draft = DraftRecord.read(root / DRAFT / DRAFT_RECORD)
     files = {f"draft/{p.relative_to(root / DRAFT)}": p for p in sorted((root / DRAFT).rglob("*")) if p.is_file()}
@@ -49,32 +58,48 @@ def contents(root: Path) -> Contents:
     files |= {path.name if path == POLICY else f"evidence/{path.name}": root / path for path in EVIDENCE}
     if (root / _PAGE).exists():
         files["index.html"] = root / _PAGE
-    return Contents(files | kept_files(root, draft), {})
+    kept = kept_files(root, draft)
+    if (root / BESIDE).exists():
+        files[f"evidence/{BESIDE.name}"] = root / BESIDE
+    return Contents(files | kept, {CARD: model_card(root, kept.get(KEPT_PREPARED))})
 
 
-def record_of(root: Path, made: Contents) -> ReleaseRecord:
-    """The record of what stands in models/draft and reports/, once it is known to have passed.
+def demand_passed(root: Path) -> None:
+    """gate-deployment passed exactly what stands in models/draft, with exactly the figures in reports/.
 
     Raises:
-        Refusal: gate-deployment has not passed exactly this draft with exactly these figures.
+        Refusal: it did not.
         DataError: a file is missing or its bytes are not what the draft's record says.
     """
     draft = DraftRecord.read(root / DRAFT / DRAFT_RECORD)
     name = draft.digest()
     report = demand("deployment", name, root)
-    served, policy = ServeEvidence.read(root / SERVE_EVIDENCE), ServingPolicy.read(root / POLICY)
-    for path, told in ((SERVE_EVIDENCE, served.draft_digest), (POLICY, policy.draft_digest)):
-        if told != name:
+    told = (
+        (SERVE_EVIDENCE, ServeEvidence.read(root / SERVE_EVIDENCE)),
+        (BENCHMARK_EVIDENCE, BenchmarkEvidence.read(root / BENCHMARK_EVIDENCE)),
+        (POLICY, ServingPolicy.read(root / POLICY)),
+    )
+    for path, figures in told:
+        if figures.draft_digest != name:
             raise Refusal(
-                "These figures are of another draft", where=str(path), expected=name, got=told, do="`dvc repro`"
+                "These figures are of another draft",
+                where=str(path),
+                expected=name,
+                got=figures.draft_digest,
+                do="`dvc repro`",
             )
     _demand_judged(report, root)
     _check_draft(root / DRAFT, draft)
+
+
+def record_of(root: Path, made: Contents) -> ReleaseRecord:
+    """The record of what stands in models/draft and reports/."""
+    draft, served = DraftRecord.read(root / DRAFT / DRAFT_RECORD), ServeEvidence.read(root / SERVE_EVIDENCE)
     return ReleaseRecord(
-        draft_digest=name,
+        draft_digest=draft.digest(),
         merged_digest=draft.merged_digest,
         gate_reports={gate: GateReport.read(root / GATE_REPORTS / f"{gate}.json").digest() for gate in _GATES},
-        policy_digest=policy.digest(),
+        policy_digest=ServingPolicy.read(root / POLICY).digest(),
         engine=served.engine,
         engine_version=served.engine_version,
         accept_length=served.served.accept_length,

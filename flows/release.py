@@ -16,11 +16,12 @@ import contextlib
 import fcntl
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows import working_copy
-from flows.judged import contents, record_of
+from flows.demands import demand_gates, demand_no_step_back, demand_one_engine
+from flows.judged import contents, demand_passed, record_of
 from flows.ledger import entries as ledger
 from flows.registry import channels, parcels, retention
 from flows.registry.adopt import adopt
@@ -28,7 +29,7 @@ from flows.registry.probe import demand_conditional_writes
 from flows.registry.store import Store, open_store
 from stages.contracts.errors import DataError, Refusal
 from stages.contracts.files import whole_folder
-from stages.contracts.params import Registry, load_registry
+from stages.contracts.params import Registry, load_promotion, load_registry
 from stages.contracts.release import RECORD, RELEASES, Channel, ReleaseRecord, current
 
 __all__ = [
@@ -58,10 +59,11 @@ class Release:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A release that stands whole in the registry as candidate, and the pointer it was judged against."""
+    """A release that stands whole in the registry as candidate, the pointer it was judged against, and how it compares."""
 
     release: Release
     base: channels.Standing | None
+    compared: str
 
     @property
     def is_production(self) -> bool:
@@ -106,7 +108,7 @@ def propose(root: Path = Path(), even_if_rolled_back: bool = False) -> Proposal:
     """Bring the draft that passed gate-deployment into the registry, whole, as candidate.
 
     Raises:
-        Refusal: see `record_of`; production is another release than the one this clone judged against; the store has no
+        Refusal: see flows/judged.py and flows/demands.py; production is another release than the one this clone judged against; the store has no
             conditional writes; or this draft was rolled back, and a weekly run that finds nothing new must not bring it
             back (`even_if_rolled_back` does).
         StoreError: the store was not reached, or failed at every try.
@@ -114,13 +116,19 @@ def propose(root: Path = Path(), even_if_rolled_back: bool = False) -> Proposal:
     with _locked(root):
         settings, store = _open(root)
         demand_conditional_writes(store)
+        demand_passed(root)
+        demand_gates(root)
+        demand_one_engine(root)
         made = contents(root)
         record = record_of(root, made)
         base = channels.standing(store, "production")
-        proposal = Proposal(Release(record.name, record), base)
+        proposal = Proposal(Release(record.name, record), base, "already production")
         if not proposal.is_production:
             _demand_judged_against(root, store, base)
             _demand_not_withdrawn(store, base, record, even_if_rolled_back)
+            replaced = parcels.read_record(store, base.entry.release) if base else None
+            compared = demand_no_step_back(root, replaced, load_promotion(root / "params.yaml"))
+            proposal = replace(proposal, compared=compared)
         folder = working_copy.folder_of(root, record.name)
         if not folder.is_dir() or parcels.altered(folder, record):
             with whole_folder(folder) as aside:
@@ -146,8 +154,9 @@ def accept(root: Path, proposal: Proposal, words: str = "") -> Release:
         _, store = _open(root)
         release, now = proposal.release, channels.standing(store, "production")
         if now is None or now.entry.release != release.name:
+            told = "; ".join(filter(None, (proposal.compared, words)))
             entry = channels.next_entry(
-                "production", proposal.base, "promote", release.name, release.record.draft_digest, words
+                "production", proposal.base, "promote", release.name, release.record.draft_digest, told
             )
             try:
                 channels.move(store, proposal.base, entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError, model_validator
 
@@ -15,7 +15,7 @@ from stages.contracts.errors import ParamsError
 from stages.contracts.sections.base import Section
 from stages.contracts.sections.gates import DeploymentGate, ExtractionGate, Gates, TrainingGate
 from stages.contracts.sections.prepare import Answers, Prepare, Rendering, Source
-from stages.contracts.sections.registry import Registry
+from stages.contracts.sections.registry import Promotion, Registry
 from stages.contracts.sections.serve import Benchmark, Serve, SGLang
 from stages.contracts.sections.states import Capture, Merge
 from stages.contracts.sections.target import Target
@@ -31,6 +31,7 @@ __all__ = [
     "Merge",
     "Params",
     "Prepare",
+    "Promotion",
     "Registry",
     "Rendering",
     "SGLang",
@@ -40,8 +41,12 @@ __all__ = [
     "Train",
     "TrainingGate",
     "load_params",
+    "load_promotion",
     "load_registry",
 ]
+
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Params(Section):
@@ -54,6 +59,7 @@ class Params(Section):
     benchmark: Benchmark
     gates: Gates
     registry: Registry
+    promotion: Promotion
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Params:
@@ -80,17 +86,29 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
 
 
 def load_registry(path: Path = Path("params.yaml")) -> Registry:
-    """The one section that the flows read: what the other sections say is no reason against a rollback.
+    """The section that says where releases stand: what the other sections say is no reason against a rollback.
 
     Raises:
         ParamsError: no file, no YAML, no such section, or faults in it, all of them named.
     """
+    return _section(path, "registry", Registry)
+
+
+def load_promotion(path: Path = Path("params.yaml")) -> Promotion:
+    """The section that says what a promotion demands.
+
+    Raises:
+        ParamsError: as `load_registry`.
+    """
+    return _section(path, "promotion", Promotion)
+
+
+def _section(path: Path, name: str, kind: type[SectionT]) -> SectionT:
     raw = read_sections(path)
     try:
-        return Registry.model_validate(raw.get("registry"))
+        return kind.model_validate(raw.get(name))
     except ValidationError as error:
-        faults = [_told(("registry", *f["loc"]), f["msg"], f["input"]) for f in error.errors()]
-        raise _faulty(path, faults) from error
+        raise _faulty(path, [_told((name, *f["loc"]), f["msg"], f["input"]) for f in error.errors()]) from error
 
 
 def _faulty(path: Path, faults: list[str]) -> ParamsError:

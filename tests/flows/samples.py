@@ -62,7 +62,13 @@ def write_registry(root: Path, **changes: object) -> None:
     path = root / "params.yaml"
     told = (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
     root.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(told | {"registry": told.get("registry", REGISTRY) | changes}))
+    path.write_text(
+        yaml.safe_dump(
+            {"promotion": {"production_beside": "if_measured"}}
+            | told
+            | {"registry": told.get("registry", REGISTRY) | changes}
+        )
+    )
 
 
 def accept(value: float) -> AcceptLength:

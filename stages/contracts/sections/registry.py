@@ -1,8 +1,8 @@
-"""params.yaml: registry, read by the flows alone: no stage's result depends on it."""
+"""params.yaml: registry and promotion, read by the flows alone: no stage's result depends on them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -34,3 +34,9 @@ class Registry(Section):
             if "@" in self.endpoint_url:
                 raise ValueError("`endpoint_url` holds a user: credentials come from the environment (AWS_...)")
         return self
+
+
+class Promotion(Section):
+    """What a promotion demands beyond passing gates."""
+
+    production_beside: Literal["require", "if_measured", "ignore"]
