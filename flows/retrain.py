@@ -57,6 +57,7 @@ def retrain(
     try:
         if params_set:
             line.choose_params(params_set, root)
+        release.follow(root)  # gate-deployment judges against what is production now
         line.wait_until_free(root, lock_wait_s, get_run_logger().info)
         for name in line.stage_names(root):
             _run(name, root, stage_time_limit_s)

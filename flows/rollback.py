@@ -5,20 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import flow, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
 from flows import release
+from flows.promote import retried
 from stages.contracts.errors import LineError
 
 
+@task(**retried("go back"))
+def go_back(root: Path, why: str) -> release.Release:
+    """The release before production becomes production again."""
+    return release.rollback(root, why)
+
+
 @flow(name="rollback")
-def rollback() -> State[Any]:
-    """Make the release before the current one current again."""
+def rollback(why: str = "") -> State[Any]:
+    """Make the release before the current one current again.
+
+    Args:
+        why: for the ledger.
+    """
     try:
-        back = release.rollback(Path.cwd())
+        back = go_back(Path.cwd(), why)
     except LineError as error:
         return Failed(message=error.text())
     create_markdown_artifact(key="release", markdown=release.release_markdown(back))
