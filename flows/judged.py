@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flows.model_card import CARD, model_card
 from stages.contracts.beside import BESIDE
+from stages.contracts.canary import CANARY, Canary
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, Refusal
 from stages.contracts.evidence import (
@@ -61,6 +62,8 @@ def contents(root: Path) -> Contents:
     kept = kept_files(root, draft)
     if (root / BESIDE).exists():
         files[f"evidence/{BESIDE.name}"] = root / BESIDE
+    if (root / CANARY).exists() and Canary.read(root / CANARY).draft_digest == draft.digest():
+        files[f"evidence/{CANARY.name}"] = root / CANARY
     return Contents(files | kept, {CARD: model_card(root, kept.get(KEPT_PREPARED))})
 
 

@@ -1,8 +1,9 @@
-"""Promotion as a flow: demands, candidate, a person's word where one is wanted, production. It can be ordered on its own or
+"""Promotion as a flow: demands, candidate, a person's word where one is wanted, production, the server. It can be ordered on its own or
 follow a retrain that was told not to promote."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from prefect.states import Completed, Failed
 
-from flows import release
+from flows import release, serving
 from flows.model_card import CARD
 from flows.registry.store import StoreError
 from stages.contracts.errors import LineError, Refusal
+from stages.contracts.params import Promotion, load_promotion
 from stages.contracts.release import RELEASES
 
 RETRY_DELAYS_S = (10.0, 60.0)
@@ -79,10 +81,43 @@ def promote(approval: bool = False, approval_wait_s: int = 24 * 3600, even_if_ro
         create_markdown_artifact(key="model-card", markdown=card, description=f"Release {name}, {proposal.compared}")
         words = _approved(name, approval_wait_s) if approval and not proposal.is_production else ""
         made = accept(root, proposal, words)
+        served = take_or_go_back(root, made, get_run_logger().info)
     except LineError as error:
         return Failed(message=error.text())
     create_markdown_artifact(key="release", markdown=release.release_markdown(made))
-    return Completed(message=f"Release {made.name}: accept length {made.record.accept_length:.2f}; {proposal.compared}")
+    told = "; ".join(filter(None, (proposal.compared, served)))
+    return Completed(message=f"Release {made.name}: accept length {made.record.accept_length:.2f}; {told}")
+
+
+def take_or_go_back(root: Path, made: release.Release, say: Callable[[str], None]) -> str:
+    """Let the server take the new production; when it fails, the release before becomes production and is served again.
+
+    Raises:
+        ServerFault: the new release failed; it tells what was done about it.
+    """
+    promotion = load_promotion(root / "params.yaml")
+    try:
+        return serving.switch(root, made.record, promotion, say)
+    except serving.ServerFault as fault:
+        raise serving.ServerFault(
+            f"Release {made.name} failed where it is served: {fault.what}",
+            where=fault.where,
+            expected=fault.expected,
+            got=fault.got,
+            do=_gone_back(root, promotion, f"by itself: {fault.what}: {fault.got}", say),
+        ) from fault
+
+
+def _gone_back(root: Path, promotion: Promotion, why: str, say: Callable[[str], None]) -> str:
+    """Roll back and serve that again; what came of it, in words."""
+    try:
+        back = release.rollback(root, why)
+    except LineError as error:
+        return f"it could not be rolled back ({error.what}); it still is production, and the server needs a person now"
+    try:
+        return f"rolled back by itself to release {back.name}: {serving.switch(root, back.record, promotion, say)}"
+    except serving.ServerFault as error:
+        return f"rolled back by itself to release {back.name}, which the server does not serve either: {error.what}: {error.got}"
 
 
 def _approved(name: str, wait_s: int) -> str:

@@ -38,6 +38,14 @@ REGISTRY: dict[str, object] = {
     "keep_releases": 2,
     "grace_hours": 1,
 }
+PROMOTION: dict[str, object] = {
+    "production_beside": "if_measured",
+    "restart_command": [],
+    "restart_limit_s": 20,
+    "server_url": "",
+    "canary_requests": 2,
+    "canary_max_loss": 0.1,
+}
 
 
 def git(root: Path, *words: str) -> None:
@@ -63,11 +71,7 @@ def write_registry(root: Path, **changes: object) -> None:
     told = (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
     root.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        yaml.safe_dump(
-            {"promotion": {"production_beside": "if_measured"}}
-            | told
-            | {"registry": told.get("registry", REGISTRY) | changes}
-        )
+        yaml.safe_dump({"promotion": PROMOTION} | told | {"registry": told.get("registry", REGISTRY) | changes})
     )
 
 

@@ -37,6 +37,17 @@ class Registry(Section):
 
 
 class Promotion(Section):
-    """What a promotion demands beyond passing gates."""
+    """What a promotion demands beyond passing gates, and how a server is made to take the draft and looked at."""
 
     production_beside: Literal["require", "if_measured", "ignore"]
+    restart_command: tuple[str, ...]
+    restart_limit_s: Annotated[Number, Field(gt=0, le=86400)]
+    server_url: str
+    canary_requests: Positive
+    canary_max_loss: Annotated[Number, Field(ge=0)]
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> Promotion:
+        if self.server_url and not self.server_url.startswith(("http://", "https://")):
+            raise ValueError(f"`server_url` {self.server_url!r} does not start with http:// or https://")
+        return self
