@@ -44,9 +44,9 @@ class S3Store:
             s3={"addressing_style": "path"} if settings.endpoint_url else {},
         )
         try:
-            client = boto3.client(
-                "s3", endpoint_url=settings.endpoint_url, region_name=settings.region or _region(), config=config
-            )
+            session = boto3.Session()  # boto3's own default one keeps the first credentials that it saw
+            region = settings.region or session.region_name or "us-east-1"  # stores that are not Amazon's ignore it
+            client = session.client("s3", endpoint_url=settings.endpoint_url, region_name=region, config=config)
         except (BotoCoreError, ValueError) as error:
             raise in_words(error, "connect", settings.uri) from error
         return cls(client, bucket, prefix.strip("/"), settings.retries + 1)
@@ -176,10 +176,3 @@ class S3Store:
             return s3_upload.abort_unfinished(self._client, self._bucket, self._key("blobs/"), older_than_s)
         except (BotoCoreError, ClientError) as error:
             raise in_words(error, "list_multipart_uploads", f"{self.where}/blobs/") from error
-
-
-def _region() -> str:
-    """Of the environment; a bucket elsewhere answers with where it is. Stores that are not Amazon's ignore it."""
-    import boto3
-
-    return boto3.Session().region_name or "us-east-1"

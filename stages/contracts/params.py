@@ -109,7 +109,9 @@ def _section(path: Path, name: str, kind: type[SectionT]) -> SectionT:
     try:
         return kind.model_validate(raw.get(name))
     except ValidationError as error:
-        raise _faulty(path, [_told((name, *f["loc"]), f["msg"], f["input"]) for f in error.errors()]) from error
+        for fault in (faults := error.errors()):
+            fault["loc"] = (name, *fault["loc"])
+        raise _faulty(path, [in_words(fault, Params) for fault in faults]) from error
 
 
 def _faulty(path: Path, faults: list[str]) -> ParamsError:

@@ -375,7 +375,7 @@ def test_a_clone_does_not_begin_anew_in_an_empty_registry(tmp_path: Path) -> Non
         ({"uri": "gs://bucket/x"}, "neither a folder nor s3"),
         ({"endpoint_url": "localhost:8333"}, "does not start with http"),
         ({"endpoint_url": "http://key:secret@host"}, "credentials come from the environment"),
-        ({"retries": 21}, "less than or equal to 20"),
+        ({"retries": 21}, "registry.retries"),
         ({"secret_key": "x"}, "registry.secret_key"),
     ],
 )
