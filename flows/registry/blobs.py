@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from flows.registry.store import Store
+from flows.registry.store import Garbled, Store
 from stages.contracts.errors import DataError
 
 _ROUNDS = 3  # of an upload or download whose bytes came out wrong
@@ -18,10 +18,13 @@ def blob_key(digest: str) -> str:
 
 
 def digest_of(store: Store, key: str) -> str:
-    """sha256 of an object's bytes as they come from the store."""
+    """sha256 of an object's bytes as they come from the store; no digest where they were garbled on the way."""
     sha = hashlib.sha256()
-    for piece in store.stream(key):
-        sha.update(piece)
+    try:
+        for piece in store.stream(key):
+            sha.update(piece)
+    except Garbled:
+        return "garbled on the way"
     return "sha256:" + sha.hexdigest()
 
 
@@ -63,14 +66,7 @@ def get_blob(store: Store, digest: str, to: Path) -> None:
     key = blob_key(digest)
     found = ""
     for _ in range(_ROUNDS):
-        sha = hashlib.sha256()
-        with to.open("wb") as out:
-            for piece in store.stream(key):
-                sha.update(piece)
-                out.write(piece)
-            out.flush()
-            os.fsync(out.fileno())
-        found = "sha256:" + sha.hexdigest()
+        found = _write(store, key, to)
         if found == digest:
             return
         to.unlink()
@@ -81,3 +77,18 @@ def get_blob(store: Store, digest: str, to: Path) -> None:
         got=found,
         do="restore it from a version or a backup of the store, or promote the draft again",
     )
+
+
+def _write(store: Store, key: str, to: Path) -> str:
+    """Write an object's bytes to a file; gives their digest, or none where they were garbled on the way."""
+    sha = hashlib.sha256()
+    with to.open("wb") as out:
+        try:
+            for piece in store.stream(key):
+                sha.update(piece)
+                out.write(piece)
+        except Garbled:
+            return "garbled on the way"
+        out.flush()
+        os.fsync(out.fileno())
+    return "sha256:" + sha.hexdigest()

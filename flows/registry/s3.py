@@ -13,7 +13,7 @@ from typing import Any
 
 from flows.registry import s3_upload
 from flows.registry.s3_faults import GONE, REFUSED, code_of, in_words
-from flows.registry.store import Found, Listed, StoreError
+from flows.registry.store import Found, Garbled, Listed, StoreError
 from stages.contracts.params import Registry
 
 _PIECE = 1 << 20
@@ -75,24 +75,28 @@ class S3Store:
             raise in_words(error, operation, f"{self.where}/{key}") from error
 
     def read(self, key: str) -> Found | None:
-        found = self._object(key, "")
-        if found is None:
-            return None
-        told, pieces = found
-        return Found(b"".join(pieces), told)
-
-    def _object(self, key: str, version: str) -> tuple[str, Iterator[bytes]] | None:
-        """An object's version and its pieces; a body that breaks off goes on behind what came, of the same version."""
-        more = {"IfMatch": version} if version else {}
-        told = self._ask("get_object", key, **more)
-        if told is None:
-            return None
-        return told["ETag"], self._pieces(key, told)
+        for last in [*[False] * (self._tries - 1), True]:
+            told = self._ask("get_object", key)
+            if told is None:
+                return None
+            try:
+                return Found(b"".join(self._pieces(key, told)), told["ETag"])
+            except Garbled:
+                if last:
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def _pieces(self, key: str, told: Any) -> Iterator[bytes]:
-        from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, ReadTimeoutError
+        """The body of an answer; one that breaks off goes on behind what came, of the same version.
+
+        Raises:
+            Garbled: it came whole and is not what the store's checksum says.
+            StoreError: it broke off at every try.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
 
         size, version, at = int(told["ContentLength"]), told["ETag"], 0
+        where = f"{self.where}/{key}"
         for last in [*[False] * (self._tries - 1), True]:
             try:
                 while piece := told["Body"].read(_PIECE):
@@ -100,24 +104,26 @@ class S3Store:
                     yield piece
                 if at >= size:
                     return
-                broken: Exception = StoreError(f"{size - at} of {size} bytes did not come")
-            except (BotoCoreError, HTTPClientError, ReadTimeoutError, ClientError, OSError) as error:
+                broken: Exception = OSError(f"{size - at} of {size} bytes did not come")
+            except (BotoCoreError, ClientError, OSError) as error:
                 broken = error
-            if last:
-                raise in_words(broken, "get_object", f"{self.where}/{key}") from broken
-            told = self._ask("get_object", key, Range=f"bytes={at}-", IfMatch=version)
+            if at >= size:
+                raise Garbled(
+                    "An object came in other bytes than S3 has", where=where, got=str(broken)[:300]
+                ) from broken
+            told = None if last else self._ask("get_object", key, Range=f"bytes={at}-", IfMatch=version)
             if told is None:
-                raise in_words(broken, "get_object", f"{self.where}/{key}") from broken
+                raise in_words(broken, "get_object", where) from broken
 
     def stream(self, key: str) -> Iterator[bytes]:
-        found = self._object(key, "")
-        if found is None:
+        told = self._ask("get_object", key)
+        if told is None:
             raise StoreError(
                 "The registry has no such object",
                 where=f"{self.where}/{key}",
                 do="restore it from a version or a backup of the bucket, or promote the draft again",
             )
-        yield from found[1]
+        yield from self._pieces(key, told)
 
     def create(self, key: str, data: bytes) -> bool:
         return self._write(key, data, IfNoneMatch="*")

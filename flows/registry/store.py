@@ -15,6 +15,10 @@ class StoreError(LineError):
     """The store did not do what was asked: not reached, not allowed, too slow, full. What was whole before still is."""
 
 
+class Garbled(StoreError):
+    """All bytes of an object came, and by the store's own checksum they are others than it has: worth another reading."""
+
+
 @dataclass(frozen=True)
 class Found:
     """A small object and the version that a conditional write has to name."""

@@ -38,8 +38,8 @@ def _keys() -> Iterator[None]:
         for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_SESSION_TOKEN"):
             patch.delenv(name, raising=False)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        patch.setenv("AWS_CONFIG_FILE", "/dev/null")
-        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+        patch.setenv("AWS_CONFIG_FILE", "nowhere")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "nowhere")
         yield
 
 
@@ -237,7 +237,7 @@ def test_a_way_that_always_flips_a_byte_is_told_and_nothing_is_promoted(server: 
         root = clone_of(proxy.url, tmp_path / "clone", "flipped", retries=1)
         with pytest.raises((DataError, StoreError)) as told:
             release.fetch(root, name, tmp_path / "to")
-    assert "record was altered" in told.value.text() or "S3 failed" in told.value.text()
+    assert "record was altered" in told.value.text() or "other bytes than S3 has" in told.value.text()
     assert not (tmp_path / "to").exists()
 
 
@@ -322,7 +322,8 @@ def test_data_and_the_run_cache_go_to_s3_and_come_back_with_dvc_alone(server: S3
     graph = "stages:\n  make: {cmd: 'date +%N > rows.txt', params: [a], outs: [rows.txt]}\n"
 
     def dvc(root: Path, *words: str) -> None:
-        subprocess.run([sys.executable, "-m", "dvc", *words], cwd=root, check=True, capture_output=True)
+        done = subprocess.run([sys.executable, "-m", "dvc", *words], cwd=root, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
     one, other = make_repo(tmp_path / "one", graph), make_repo(tmp_path / "other", graph)
     for root in (one, other):
