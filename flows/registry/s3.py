@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.registry import s3_upload
-from flows.registry.s3_faults import GONE, REFUSED, code_of, in_words
+from flows.registry.s3_faults import GARBLED, GONE, REFUSED, code_of, in_words
 from flows.registry.store import Found, Garbled, Listed, StoreError
 from stages.contracts.params import Registry
 
@@ -135,16 +135,20 @@ class S3Store:
         """A conditional write. A lost answer makes a later try fail against our own bytes, so what is there decides."""
         from botocore.exceptions import BotoCoreError, ClientError
 
-        try:
-            self._client.put_object(Bucket=self._bucket, Key=self._key(key), Body=data, **condition)
-            return True
-        except (BotoCoreError, ClientError) as error:
-            there = self.read(key)
-            if there is not None and there.data == data:
+        for last in [*[False] * (self._tries - 1), True]:
+            try:
+                self._client.put_object(Bucket=self._bucket, Key=self._key(key), Body=data, **condition)
                 return True
-            if code_of(error) in REFUSED or (code_of(error) in GONE and "IfMatch" in condition):
-                return False
-            raise in_words(error, "put_object", f"{self.where}/{key}") from error
+            except (BotoCoreError, ClientError) as error:
+                code = code_of(error)
+                there = self.read(key)
+                if there is not None and there.data == data:
+                    return True
+                if code in REFUSED or (code in GONE and "IfMatch" in condition):
+                    return False
+                if code not in GARBLED or last:
+                    raise in_words(error, "put_object", f"{self.where}/{key}") from error
+        raise AssertionError("the last try returns or raises")
 
     def look(self, key: str) -> Listed | None:
         told = self._ask("head_object", key)

@@ -6,6 +6,16 @@ from flows.registry.store import StoreError
 
 GONE = {"NoSuchKey", "404", "NotFound"}
 REFUSED = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409"}
+# What was sent is not what came there: sent again it may be.
+GARBLED = {
+    "BadDigest",
+    "InvalidDigest",
+    "XAmzContentSHA256Mismatch",
+    "XAmzContentChecksumMismatch",
+    "InvalidPart",
+    "MalformedXML",
+    "IncompleteBody",
+}
 _KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) in this process's environment"
 _BY_CODE = {
     "NoSuchBucket": ("The bucket is not there", "create it, or mend registry.uri in params.yaml"),

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flows.registry.s3_faults import GONE, code_of
+from flows.registry.s3_faults import GARBLED, GONE, code_of
 from stages.contracts.progress import progress
 
 PART_BYTES = 8 << 20  # at least 5 MiB by S3's rules
@@ -30,18 +30,18 @@ def put_file(client: Any, bucket: str, key: str, path: Path, tries: int) -> None
     from botocore.exceptions import ClientError
 
     size = path.stat().st_size
-    if size <= part_bytes(size):
-        client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
-        return
     for last in [*[False] * (tries - 1), True]:
         try:
-            _in_parts(client, bucket, key, path, size)
+            if size <= part_bytes(size):
+                client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
+            else:
+                _in_parts(client, bucket, key, path, size)
             return
         except ClientError as error:
-            # Another writer of the same bytes finished this upload, or it was aborted: what is there decides.
-            if code_of(error) not in _LOST or last:
+            # Garbled on the way; or another writer of the same bytes finished this upload, or it was aborted.
+            if code_of(error) not in _LOST | GARBLED or last:
                 raise
-            if _size(client, bucket, key) == size:
+            if code_of(error) in _LOST and _size(client, bucket, key) == size:
                 return
 
 

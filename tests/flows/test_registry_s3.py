@@ -331,8 +331,8 @@ def test_data_and_the_run_cache_go_to_s3_and_come_back_with_dvc_alone(server: S3
         dvc(root, "remote", "modify", "store", "endpointurl", server.url)
     dvc(one, "repro")
     dvc(one, "push", "--run-cache")
-    dvc(other, "pull", "--run-cache", "--allow-missing")
-    dvc(other, "repro")
+    dvc(other, "fetch", "--run-cache", "--allow-missing")
+    dvc(other, "repro", "--pull")
     assert (other / "rows.txt").read_bytes() == (one / "rows.txt").read_bytes(), "not run a second time"
 
 
