@@ -16,6 +16,10 @@ import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.exceptions import BotoCoreError, ClientError
 
 KEYS = {"AWS_ACCESS_KEY_ID": "a-test-key", "AWS_SECRET_ACCESS_KEY": "a-test-secret"}
 BUCKET = "registry"
@@ -75,11 +79,19 @@ class S3Server:
             time.sleep(0.1)
 
     def _healthy(self) -> bool:
+        """Whether it answers and its bucket is there: it makes, and after a kill loads, its buckets behind its health."""
         try:
             with urllib.request.urlopen(f"{self.url}/healthz", timeout=2) as answer:
-                return answer.status == 200
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
+                if answer.status != 200:
+                    return False
+            names = [b["Name"] for b in self._client().list_buckets()["Buckets"]]
+            return BUCKET in names and "dvc" in names
+        except (urllib.error.URLError, ConnectionError, TimeoutError, BotoCoreError, ClientError):
             return False
+
+    def _client(self) -> Any:
+        words = {name.lower(): value for name, value in KEYS.items()}
+        return boto3.Session().client("s3", endpoint_url=self.url, region_name="us-east-1", **words)
 
     def kill(self) -> None:
         """kill -9 of the whole group."""

@@ -180,7 +180,7 @@ def test_a_server_killed_at_random_moments_loses_nothing_and_the_next_run_succee
         root = clone_of(server.url, tmp_path / "clone", "crash", timeout_s=5, retries=2)
         write_draft(root, b"first")
         production = release.promote(root).name
-        for round_ in range(10):
+        for round_ in range(8):
             write_draft(root, _large(200 + round_))
             new = release.record_of(root, release.contents(root)).name
             process = _promoting(root)
@@ -194,10 +194,10 @@ def test_a_server_killed_at_random_moments_loses_nothing_and_the_next_run_succee
             release.follow(root)
             assert release.promote(root).name == new
             production = _stands(root, {new})
-        assert len(release.ledger(root)) == 11
+        assert len(release.ledger(root)) == 9
     finally:
         server.kill()
-    print(f"{failed} of 10 promotions failed with their server")
+    print(f"{failed} of 8 promotions failed with their server")
 
 
 @pytest.mark.parametrize("fault", ["slow", "fail", "cut", "flip", "flip-up"])
@@ -331,7 +331,7 @@ def test_data_and_the_run_cache_go_to_s3_and_come_back_with_dvc_alone(server: S3
         dvc(root, "remote", "modify", "store", "endpointurl", server.url)
     dvc(one, "repro")
     dvc(one, "push", "--run-cache")
-    dvc(other, "fetch", "--run-cache", "--allow-missing")
+    dvc(other, "fetch", "--run-cache")
     dvc(other, "repro", "--pull")
     assert (other / "rows.txt").read_bytes() == (one / "rows.txt").read_bytes(), "not run a second time"
 
