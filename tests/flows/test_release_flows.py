@@ -54,7 +54,9 @@ def test_promotion_with_approval_rollback_with_a_reason_and_a_store_that_fails(s
 
     shutil.rmtree(repo / "releases" / str(one))  # days later, on a machine that never had it
     back = server.end_of(server.start("rollback/rollback", why="accept length fell"))
-    assert back["type"] == "COMPLETED" and back["message"] == f"Back to release {one}: accept length 1.60"
+    assert back["type"] == "COMPLETED" and back["message"].startswith(
+        f"Back to release {one}: accept length 1.60; no server"
+    )
     assert release.current(repo) == one and release.ledger(repo)[-1]["words"] == "accept length fell"
 
     write_registry(repo, uri="s3:nowhere")
