@@ -1,6 +1,6 @@
 """Promotion and rollback in a local release folder. `python -m flows.release promote | rollback | list`
 
-    releases/<12 hex digits of the record's digest>/  release.json, draft/, policy.json, evidence/, gates/, index.html
+    releases/<12 hex digits of the record's digest>/  release.json, draft/, policy.json, serving/, evidence/, gates/, index.html
     releases/current.json                             {"release": "<that name>"}; what a server loads
     releases/ledger.jsonl                             who became current when (flows/ledger.py)
 
@@ -29,6 +29,7 @@ from stages.contracts.files import canonical, file_digest, whole_folder, write_w
 from stages.contracts.release import POINTER, RELEASES, ReleaseRecord, current, current_record
 from stages.contracts.report import EVIDENCE, GATE_REPORTS, GateReport, demand, evidence_digests
 from stages.contracts.repository import demand_repository
+from stages.contracts.serving import SERVING, write_serving
 
 _GATES = ("extraction", "training", "deployment")
 _PAGE = Path("reports/index.html")
@@ -169,6 +170,7 @@ def _fill(folder: Path, root: Path, record: ReleaseRecord) -> None:
         shutil.copyfile(root / path, to)
     if (root / _PAGE).exists():
         shutil.copyfile(root / _PAGE, folder / "index.html")
+    write_serving(ServingPolicy.read(folder / POLICY.name), folder / SERVING.name)  # of the policy that was judged
     record.write(folder / "release.json")
 
 

@@ -55,6 +55,7 @@ class Line:
     reports: dict[GateName, GateReport] = field(default_factory=dict)
     training_curves: Curves = field(default_factory=dict)
     held_out_curves: Curves = field(default_factory=dict)
+    speed_curves: Curves = field(default_factory=dict)
     unreadable: list[str] = field(default_factory=list)
 
     def subject_digest(self, gate: GateName) -> str | None:
@@ -74,6 +75,12 @@ class Line:
     def of_this_draft(self, digest: str | None) -> bool:
         """Whether evidence with `digest` speaks of the draft that stands on disk."""
         return self.draft is not None and digest == self.draft.digest()
+
+    def of_these_rows(self) -> bool:
+        """Whether the draft that stands on disk was trained on the rows that stand there."""
+        if self.draft is None or self.merged is None or self.prepared is None:
+            return False
+        return (self.draft.merged_digest, self.merged.prepared_digest) == (self.merged.digest(), self.prepared.digest())
 
 
 def read_line(root: Path = Path()) -> Line:
@@ -111,6 +118,7 @@ def read_line(root: Path = Path()) -> Line:
             line.reports[gate] = report
     line.training_curves = curves("training")
     line.held_out_curves = curves("held_out")
+    line.speed_curves = curves("speed")
     return line
 
 

@@ -34,6 +34,7 @@ def test_a_draft_that_passed_is_promoted_with_all_it_stands_on(tmp_path: Path) -
     assert found == {
         "release.json",
         "policy.json",
+        *(f"serving/{f}.json" for f in ("sglang_adaptive", "vllm_speculative")),
         "index.html",
         *(f"draft/{f}" for f in ("model.safetensors", "config.json", "draft_record.json")),
         *(f"evidence/{f}.json" for f in ("train", "serve_validate", "benchmark")),
