@@ -13,6 +13,7 @@ from stages.contracts._fit import between_sections
 from stages.contracts._yaml import read_sections
 from stages.contracts.errors import ParamsError
 from stages.contracts.sections.base import Section
+from stages.contracts.sections.drift import Drift
 from stages.contracts.sections.gates import DeploymentGate, ExtractionGate, Gates, TrainingGate
 from stages.contracts.sections.prepare import Answers, Prepare, Rendering, Source
 from stages.contracts.sections.serve import Benchmark, Serve, SGLang
@@ -25,6 +26,7 @@ __all__ = [
     "Benchmark",
     "Capture",
     "DeploymentGate",
+    "Drift",
     "ExtractionGate",
     "Gates",
     "Merge",
@@ -50,6 +52,7 @@ class Params(Section):
     serve: Serve
     benchmark: Benchmark
     gates: Gates
+    drift: Drift
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Params:
