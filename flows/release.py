@@ -26,7 +26,7 @@ from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, LineError, Refusal, run
 from stages.contracts.evidence import POLICY, SERVE_EVIDENCE, ServeEvidence, ServingPolicy
 from stages.contracts.files import canonical, file_digest, whole_folder, write_whole
-from stages.contracts.provenance import code_revision, kept_files
+from stages.contracts.provenance import kept_files
 from stages.contracts.release import POINTER, RELEASES, ReleaseRecord, current, current_record
 from stages.contracts.report import EVIDENCE, GATE_REPORTS, GateReport, demand, evidence_digests
 from stages.contracts.repository import demand_repository
@@ -100,7 +100,6 @@ def record_of(root: Path = Path()) -> ReleaseRecord:
         accept_length=served.served.accept_length,
         accept_length_by_domain={k: v.accept_length for k, v in served.served_by_domain.items()},
         dvc_lock_digest=file_digest(root / "dvc.lock"),
-        code_revision=code_revision(root),
         files={name: file_digest(path) for name, path in contents(root, draft).items()},
     )
 

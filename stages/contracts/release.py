@@ -17,9 +17,8 @@ _LIST = "`python -m flows.release list` names the releases; write one of them th
 
 
 class ReleaseRecord(Fact):
-    """releases/<release digest>/release.json: names everything a deployment has to match, and for the audit every other file
-    of the release by its digest and the commit of the code (stages/contracts/provenance.py). Left out where there are none,
-    so that digests made before still hold."""
+    """releases/<release digest>/release.json: names everything a deployment has to match, and every other file of the release by
+    its digest; releases made before did not name their files."""
 
     version: Literal[1] = 1
     draft_digest: str
@@ -31,7 +30,6 @@ class ReleaseRecord(Fact):
     accept_length: float
     accept_length_by_domain: dict[str, float]
     dvc_lock_digest: str
-    code_revision: str = Field(default="", exclude_if=lambda commit: commit == "")
     files: dict[str, str] = Field(default_factory=dict, exclude_if=lambda files: not files)
 
 
