@@ -78,7 +78,10 @@ def read_page(text: str, where: str) -> Reading:
             counters[key], quantity[key] = sample.value, quantities[sample.name]
         elif sample.name == lengths:
             counters[key], bucket[key] = sample.value, float(sample.labels["le"])
-    if "verifications" not in quantity.values():
+    served = sum(value for key, value in counters.items() if quantity.get(key) in ("tokens", "requests"))
+    if (
+        served and "verifications" not in quantity.values()
+    ):  # before the first answer SGLang writes none of its counters
         raise DataError(
             "This engine tells no counters of speculation",
             where=where,

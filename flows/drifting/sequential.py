@@ -7,7 +7,7 @@ Windows are not independent draws: traffic has days. s is their long-run spread,
 and West, 1987) or as an AR(1) process has it, whichever is wider, so that a slow swing counts as the little news that it is;
 and k is raised by the error of m itself, which a few days of windows leave. h makes the mean time between false alarms what was
 asked for: (exp(2kb) - 2kb - 1) / 2k^2 with b = h + 1.166 (Siegmund, "Sequential Analysis", 1985). No window may raise S by half of
-h, so that an alarm takes three: a real fall is still there in the third, a burst of odd traffic is not.
+h, so that from nothing an alarm takes three: a real fall is still there in the third, a burst of odd traffic is not.
 """
 
 from __future__ import annotations
