@@ -14,6 +14,8 @@ from stages.contracts.release import ReleaseRecord
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)")
 
+_WORDS = {"at", "action", "release", "before", "draft"}
+
 
 def registry_faults(store: Releases) -> list[Finding]:
     """What is wrong beside the releases themselves."""
@@ -59,6 +61,9 @@ def _mistold(store: Releases, entries: list[dict[str, Any]], names: set[str]) ->
         if record is not None and record.draft_digest != entry.get("draft"):
             yield Finding("altered", "The ledger names another draft than the release's record", f"ledger: entry {number}",
                           expected=record.draft_digest, got=str(entry.get("draft")), do="put the ledger back from a backup")  # fmt: skip
+        if not entry.keys() >= _WORDS:
+            yield Finding("altered", "An entry of the ledger lacks a word", f"ledger: entry {number}",
+                          expected=", ".join(sorted(_WORDS)), got=", ".join(entry), do="put the ledger back from a backup")  # fmt: skip
         if not _TIME.fullmatch(at) or at < before:
             yield Finding("altered", "The times of the ledger do not go forward", f"ledger: entry {number}",
                           expected=f"a time, not before {before or 'any'}", got=at, do="put the ledger back from a backup")  # fmt: skip

@@ -101,7 +101,7 @@ def test_a_byte_changed_anywhere_is_found_and_its_file_named(copy: Line) -> None
     chance, kinds = random.Random(7), _places(copy)
     assert len(kinds) > 20
     unseen: list[str] = []
-    for turn in range(6):
+    for turn in range(4):
         for kind, files in kinds.items():
             file = chance.choice(files)
             at = chance.randrange(file.stat().st_size)

@@ -157,7 +157,7 @@ def test_another_release_begins_anew_and_the_memory_survives_the_disk(
     new = again.of("r2")
     assert new.reference == [] and new.counters == again.counters
     (tmp_path / state.STATE).write_text("{")
-    with pytest.raises(DataError, match=r"memory cannot be read[\\s\\S]*remove it"):
+    with pytest.raises(DataError, match=r"memory cannot be read[\s\S]*remove it"):
         state.read(tmp_path)
 
 

@@ -33,6 +33,7 @@ def test_a_draft_that_passed_is_promoted_with_all_it_stands_on(tmp_path: Path) -
     found = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert found == {
         "release.json",
+        "provenance/dvc.lock",
         "policy.json",
         "index.html",
         *(f"draft/{f}" for f in ("model.safetensors", "config.json", "draft_record.json")),
