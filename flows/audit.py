@@ -25,6 +25,7 @@ from flows.auditing.model import Audit, Finding
 from flows.auditing.page import write_page
 from flows.auditing.releases import FolderReleases, Releases
 from flows.auditing.standing import registry_faults
+from flows.auditing.unreleased import unreleased
 from flows.auditing.walk import Walk
 from stages.contracts.errors import LineError, run
 from stages.contracts.progress import progress
@@ -97,6 +98,8 @@ def _asked() -> argparse.Namespace:
 def _answer(store: Releases, asked: argparse.Namespace, root: Path) -> None:
     """Which drafts used it; exit code 1 when some release can no longer be told about."""
     told = audit(store, chosen(store, asked.releases, not asked.releases), root, hash_all=False)
+    here = None if asked.releases else unreleased(root, told)
+    told += [here] if here else []
     word = asked.source if asked.source is not None else asked.row
     found = uses_of_source(told, word) if asked.source is not None else uses_of_row(told, word)
     print(json.dumps([asdict(u) for u in found], indent=1) if asked.json else tree.uses(found, word))

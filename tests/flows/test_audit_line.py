@@ -24,10 +24,12 @@ from flows.auditing.page import render
 from flows.auditing.releases import FolderReleases
 from flows.auditing.standing import registry_faults
 from stages.contracts.files import canonical
+from tests.corpus.test_places import bucket
 from tests.flows import audited
 from tests.flows.audited import Changed
 from tests.flows.samples import git
 
+__all__ = ["bucket"]
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -171,6 +173,37 @@ def test_a_remote_is_read_where_nothing_nearer_is_and_its_bytes_are_hashed_too(c
     shutil.rmtree(copy.root / "models")
     with Changed(md5, 5000):
         assert [f for f in copy.findings() if md5.name in f.where and "(remote)" in f.where]
+
+
+def test_a_bucket_is_read_as_a_folder_is(copy: Line, bucket: Any) -> None:
+    """SeaweedFS's own S3."""
+    for file in (copy.root / ".dvc/cache/files").rglob("*"):
+        if file.is_file():
+            key = f"store/{file.relative_to(copy.root / '.dvc/cache')}"
+            bucket.put_object(Bucket="rows", Key=key, Body=file.read_bytes())
+    shutil.rmtree(copy.root / ".dvc/cache")
+    (copy.root / ".dvc/config.local").write_text("['remote \"far\"']\n    url = s3://rows/store\n")
+    old, new = copy.audits()
+    assert (old.findings, new.findings) == ([], [])
+    assert old.things["states:rows_0-6"].places == old.things["source:talk"].places == "remote"
+    listed = bucket.list_objects_v2(Bucket="rows", Prefix="store/")["Contents"]
+    key = max(listed, key=lambda entry: entry["Size"])["Key"]
+    body = bytearray(bucket.get_object(Bucket="rows", Key=key)["Body"].read())
+    body[len(body) // 2] ^= 4
+    bucket.put_object(Bucket="rows", Key=key, Body=bytes(body))
+    shutil.rmtree(copy.root / "data")
+    assert {f.where for f in copy.findings()} <= {f"s3://rows/{key} (remote)"}
+    bucket.delete_object(Bucket="rows", Key=key)
+    assert all(f.fault == "unreproducible" for f in copy.findings())
+
+
+def test_a_draft_that_was_never_released_is_found_too(copy: Line) -> None:
+    row = next(f for f in copy.audits()[1].folders if f.source == "tools").row_ids[0]
+    shutil.rmtree(copy.root / "releases" / copy.new)
+    (copy.root / "releases/ledger.jsonl").unlink()
+    told = copy.cli("--source", "tools").stdout
+    assert told.startswith("models/draft (not released)  draft sha256:") and "source tools: 8 (" in told
+    assert "models/draft (not released)" in copy.cli("--row", row).stdout
 
 
 def test_code_that_no_commit_holds_makes_a_release_unreproducible(copy: Line) -> None:
