@@ -70,6 +70,13 @@ def _watch(repo: Path, url: str, root: Path) -> None:
     (repo / "params.yaml").write_text(yaml.safe_dump(params))
 
 
+def _promoted(repo: Path) -> str:
+    """The clone's draft as a release; its shell stages have not run yet."""
+    if not (repo / "dvc.lock").exists():
+        (repo / "dvc.lock").write_text("schema: '2.0'\nstages: {}\n")
+    return release.promote(repo).name
+
+
 def _events(server: Server) -> list[dict[str, Any]]:
     wanted = {"filter": {"event": {"name": ["draftline.drift.fall"]}}}
     return server.ask("/events/filter", wanted)["events"]
@@ -81,7 +88,7 @@ def test_a_fall_opens_an_event_that_starts_retrain_and_steady_looks_do_not(
     for name in ("audit/nightly", "drift/hourly"):
         found = server.ask(f"/deployments/name/{name}")
         assert [s["active"] for s in found["schedules"]] == [True]
-    promoted = release.promote(server.repo).name
+    promoted = _promoted(server.repo)
     _watch(server.repo, engine.url, repo_root)
     monkeypatch.chdir(server.repo)
     from flows.drift import one_look
@@ -120,6 +127,7 @@ def test_a_fall_opens_an_event_that_starts_retrain_and_steady_looks_do_not(
 
 def test_the_nightly_audit_fails_by_name_and_leaves_its_page(server: Server) -> None:
     """The shell stages' release stands on no rows, and the audit says so."""
+    _promoted(server.repo)
     run = server.start("audit/nightly")
     state = server.end_of(run)
     assert state["type"] == "FAILED" and "findings; the first:" in state["message"]
