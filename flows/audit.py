@@ -20,7 +20,6 @@ from pathlib import Path
 from flows.auditing import tree
 from flows.auditing.answers import changes, uses_of_row, uses_of_source
 from flows.auditing.bytes import Hashed
-from flows.auditing.lineage import write_events
 from flows.auditing.model import Audit, Finding
 from flows.auditing.page import write_page
 from flows.auditing.releases import FolderReleases, Releases
@@ -141,6 +140,8 @@ def main() -> None:
     if asked.html:
         write_page(asked.html, audits, faults)
     if asked.openlineage:
+        from flows.auditing.lineage import write_events  # nobody else needs that library
+
         write_events(asked.openlineage, audits, store)
     sys.exit(bool(faults) or any(not a.sound for a in audits))
 
