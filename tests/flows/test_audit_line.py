@@ -91,7 +91,11 @@ def _places(line: Line) -> dict[str, list[Path]]:
     kinds: dict[str, list[Path]] = {}
     for folder in ("releases", "data", "models", "target"):
         for file in sorted((root / folder).rglob("*")):
-            if file.is_file() and file.name not in (".lock", ".gitignore", "config.json", "tokenizer_config.json"):
+            if (
+                file.is_file()
+                and file.stat().st_size
+                and file.name not in (".lock", ".gitignore", "config.json", "tokenizer_config.json")
+            ):
                 kinds.setdefault(f"{folder}/{file.name}", []).append(file)
     kinds["cache"] = [p for p in sorted(cache.rglob("*")) if p.is_file() and p.suffix != ".dir"]
     kinds["listing"] = [p for p in sorted(cache.rglob("*.dir")) if p.stat().st_size]
