@@ -22,11 +22,14 @@ from flows.auditing.answers import changes, uses_of_row, uses_of_source
 from flows.auditing.bytes import Hashed
 from flows.auditing.model import Audit, Finding
 from flows.auditing.page import write_page
+from flows.auditing.registered import store_faults
 from flows.auditing.releases import FolderReleases, Releases
 from flows.auditing.standing import registry_faults
 from flows.auditing.unreleased import unreleased
 from flows.auditing.walk import Walk
+from flows.registry.store import open_store
 from stages.contracts.errors import LineError, run
+from stages.contracts.params import load_params
 from stages.contracts.progress import progress
 from stages.contracts.repository import demand_repository
 
@@ -133,7 +136,7 @@ def main() -> None:
         return _answer(store, asked, root)
     if len(asked.releases) == 2 and not asked.all:
         return _compare(store, asked, root)
-    faults = registry_faults(store)
+    faults = [*registry_faults(store), *store_faults(open_store(load_params().registry, root))]
     # a damaged pointer is a finding, and every release is looked at
     audits = audit(store, chosen(store, asked.releases, asked.all or bool(faults and not asked.releases)), root)
     _show(audits, faults, asked.json)

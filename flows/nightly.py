@@ -14,9 +14,12 @@ from flows import line
 from flows.audit import audit as audit_releases
 from flows.auditing.model import Audit, Finding
 from flows.auditing.page import write_page
+from flows.auditing.registered import store_faults
 from flows.auditing.releases import FolderReleases
 from flows.auditing.standing import registry_faults
+from flows.registry.store import open_store
 from stages.contracts.errors import LineError
+from stages.contracts.params import load_params
 
 PAGE = Path("logs/audit.html")
 _STATES = ("verified", "unreachable", "altered")
@@ -54,7 +57,8 @@ def audit(lock_wait_s: float = 900) -> State[Any]:
     try:
         line.wait_until_free(root, lock_wait_s, get_run_logger().info)
         audits = audit_releases(store, store.names(), root)
-        faults = [("the registry", f) for f in registry_faults(store)]
+        registry = open_store(load_params(root / "params.yaml").registry, root)
+        faults = [("the registry", f) for f in (*registry_faults(store), *store_faults(registry))]
     except LineError as error:
         return Failed(message=error.text())
     faults += [(a.release, f) for a in audits for f in a.findings]

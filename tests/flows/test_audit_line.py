@@ -21,9 +21,12 @@ from flows.audit import audit
 from flows.auditing.lineage import write_events
 from flows.auditing.model import Audit, Finding
 from flows.auditing.page import render
+from flows.auditing.registered import store_faults
 from flows.auditing.releases import FolderReleases
 from flows.auditing.standing import registry_faults
+from flows.registry.store import open_store
 from stages.contracts.files import canonical
+from stages.contracts.params import load_params
 from tests.corpus.test_places import bucket
 from tests.flows import audited
 from tests.flows.audited import Changed
@@ -48,7 +51,8 @@ class Line:
         return audit(self.store, [self.old, self.new], self.root)
 
     def findings(self) -> list[Finding]:
-        return [*registry_faults(self.store), *(f for a in self.audits() for f in a.findings)]
+        registry = open_store(load_params(self.root / "params.yaml").registry, self.root)
+        return [*registry_faults(self.store), *store_faults(registry), *(f for a in self.audits() for f in a.findings)]
 
     def cli(self, *words: str) -> subprocess.CompletedProcess[str]:
         env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
@@ -96,7 +100,9 @@ def _places(line: Line) -> dict[str, list[Path]]:
                 and file.stat().st_size
                 and file.name not in (".lock", ".gitignore", "config.json", "tokenizer_config.json")
             ):
-                kinds.setdefault(f"{folder}/{file.name}", []).append(file)
+                within = file.relative_to(root / folder).parts
+                name = f"{within[0]}/{within[1]}" if within[0] == ".registry" else file.name
+                kinds.setdefault(f"{folder}/{name}", []).append(file)
     kinds["cache"] = [p for p in sorted(cache.rglob("*")) if p.is_file() and p.suffix != ".dir"]
     kinds["listing"] = [p for p in sorted(cache.rglob("*.dir")) if p.stat().st_size]
     return kinds
