@@ -39,6 +39,7 @@ from tests.test_hand_over import lay
 
 pytestmark = pytest.mark.slow
 RUNNER = Path(__file__).with_name("peer_trainers.py")
+TOLERANCE = 1e-5  # relative: float32 beside float64; a mask one position off moves the least of them by 5e-5
 VERSIONS = {"specforge": "specforge-0.2.0", "speculators": "speculators-0.9.0"}
 
 
@@ -214,11 +215,11 @@ def test_their_loss_on_handed_over_rows_is_ours_and_their_optimizer_brings_it_do
     losses = train(given, peer)
     rows, loss = training_rows(), specforge_loss if peer == "specforge" else speculators_loss
     said = [chains(given.draft, row) for row in rows]
-    assert len(losses) == OPTIMIZER_STEPS and losses[0] == pytest.approx(loss(given, rows, said), rel=2e-4)
+    assert len(losses) == OPTIMIZER_STEPS and losses[0] == pytest.approx(loss(given, rows, said), rel=TOLERANCE)
     assert all(b < a for a, b in pairwise(losses)) and losses[-1] < 0.98 * losses[0], losses
     shifted = loss(given, [row._replace(mask=[*row.mask[1:], 0]) for row in rows], said)
     swapped = [row._replace(states=row.states[:, [1, 0, 2, 3]]) for row in rows]
     for wrong in (shifted, loss(given, swapped, [chains(given.draft, row) for row in swapped])):
-        assert abs(wrong - losses[0]) > 2e-3 * losses[0], (
+        assert abs(wrong - losses[0]) > 4 * TOLERANCE * losses[0], (
             "this comparison could not tell a swapped slot or a shifted mask"
         )
