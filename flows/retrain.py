@@ -84,6 +84,7 @@ def retrain(
 def _retrain(root: Path, promote: bool, stage_time_limit_s: float) -> tuple[str, bool]:
     """How it ended in words, and whether it failed."""
     try:
+        release.follow(root)  # gate-deployment judges against what is production now
         for name in line.stage_names(root):
             _run(name, root, stage_time_limit_s)
         if not promote:

@@ -76,8 +76,16 @@ def vllm_speculative(policy: ServingPolicy) -> dict[str, Any]:
     }
 
 
+def serving_files(policy: ServingPolicy) -> dict[str, bytes]:
+    """Both files, by name."""
+    return {
+        SGLANG_ADAPTIVE: canonical(sglang_adaptive(policy)),
+        VLLM_SPECULATIVE: canonical(vllm_speculative(policy)),
+    }
+
+
 def write_serving(policy: ServingPolicy, folder: Path) -> None:
     """Write both files as a folder, whole or not at all."""
     with whole_folder(folder) as aside:
-        write_whole(aside / SGLANG_ADAPTIVE, canonical(sglang_adaptive(policy)))
-        write_whole(aside / VLLM_SPECULATIVE, canonical(vllm_speculative(policy)))
+        for name, text in serving_files(policy).items():
+            write_whole(aside / name, text)
