@@ -62,9 +62,8 @@ def write_form(merged: MergedManifest, form: StoredForm, to: Path) -> float:
 def train_on(store: RowStore, target: Decoder, params: Params, merged: MergedManifest) -> HeldOut:
     """A short training on `store`; held-out figures on the states of the default form."""
     told, (d2t, _) = params.train, read_vocabulary(merged)
-    sizes = {
-        name: getattr(told, name) for name in ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head")
-    }
+    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head", "loss", "products")
+    sizes = {name: getattr(told, name) for name in names}
     draft, teacher = start_draft(target, d2t + torch.arange(len(d2t)), **sizes)
     schedule = schedule_of(params.model_copy(update={"train": told.model_copy(update={"optimizer_steps": STEPS})}))
     rows, plain = read_rows(store, target.device), read_rows(RowStore(HIDDEN_STATES), target.device)

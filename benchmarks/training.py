@@ -60,9 +60,8 @@ def main() -> None:
     target = load_target(locate_target(params.target.origin), params.target.device)
     d2t, _ = read_vocabulary(merged)
     told = params.train
-    sizes = {
-        name: getattr(told, name) for name in ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head")
-    }
+    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head", "loss", "products")
+    sizes = {name: getattr(told, name) for name in names}
     draft, teacher = start_draft(target, d2t + torch.arange(len(d2t)), **sizes)
     rows = read_rows(RowStore(HIDDEN_STATES), target.device)
     trainer, config = Trainer(draft, teacher, schedule_of(params)), draft.config

@@ -2,7 +2,7 @@
 
     python -m benchmarks.training_arm INPUTS ARM STEPS ROW_TOKENS SECONDS
 
-ARM: ours, ours-trained-head, ours-bfloat16, specforge, speculators. ROW_TOKENS 0 takes rows as they are; otherwise rows are joined
+ARM: specforge, speculators, or ours with options: -trained (head), -bfloat16 (products), -ce, -lk (loss). ROW_TOKENS 0 takes rows as they are; otherwise rows are joined
 to rows of that length. Trains on batches of `batch_tokens` row tokens until SECONDS of CPU have been spent after a warm-up.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -36,14 +37,17 @@ class Arm(Protocol):
 class Ours:
     """The line's own trainer, from the start that the line gives it."""
 
-    def __init__(self, inputs: Inputs, steps: int, seed: int, head: str) -> None:
+    def __init__(self, inputs: Inputs, steps: int, seed: int, options: Sequence[str]) -> None:
         c = inputs.config
         ids = inputs.tensor("d2t") + torch.arange(c.draft_vocab_size)
-        teacher = Teacher(inputs.tensor("norm"), inputs.tensor("head")[ids].clone(), c.eps, ids, c.vocab_size)
+        products = torch.bfloat16 if "bfloat16" in options else None
+        loss = next((name for name in ("ce", "lk") if name in options), "kl")
+        head = inputs.tensor("head")[ids].clone()
+        teacher = Teacher(inputs.tensor("norm"), head, c.eps, ids, c.vocab_size, loss=loss, products=products)
         torch.manual_seed(seed)
         draft = Eagle3(c, inputs.tensor("embedding"))
         draft.load_state_dict(inputs.start())
-        draft.lm_head.requires_grad_(head == "trained")
+        draft.lm_head.requires_grad_("trained" in options)
         schedule = Schedule(1, RATE, 0.0, 0.01, 1.0, steps, 0.8)
         self.trainer = Trainer(draft, teacher, schedule)
 
@@ -70,7 +74,7 @@ def make_arm(name: str, inputs: Inputs, steps: int, seed: int) -> Arm:
         return SpecForge(inputs, steps, seed)
     if name == "speculators":
         return Speculators(inputs, steps, seed)
-    return Ours(inputs, steps, seed, "trained" if "trained" in name else "frozen")
+    return Ours(inputs, steps, seed, name.split("-")[1:])
 
 
 def peak_mb() -> float:

@@ -1,8 +1,8 @@
 """Accept length after equal CPU time: our trainer and its peers on the same rows, judged by the same simulation.
 
-    python -m benchmarks.training_race [ARM ...]
+    python -m benchmarks.training_race CPU_SECONDS [ARM ...]
 
-Needs a merged set (`dvc repro gate-training`). Every arm trains on the rows of `training_rows` for BUDGET_S of CPU on one thread
+Needs a merged set (`dvc repro gate-training`). Every arm trains on the rows of `training_rows` for CPU_SECONDS on one thread
 (a warm-up of 4 % and a cosine to zero over the time, the same peak for all), then its draft is simulated on all held-out rows.
 A finished arm is kept in .cache/benchmarks/training and not run again; an arm cut short starts anew. Arms are named
 <trainer>-<seed>; without a name all of ARMS are run.
@@ -30,7 +30,7 @@ from stages.contracts.progress import progress
 from stages.drafts.eagle3 import BatchOrder, Eagle3, Teacher
 from stages.train import evaluate, read_rows
 
-BUDGET_S, STEPS, BATCH_TOKENS, RATE, WARMUP = 600.0, 3, 1024, 0.0015, 0.04
+STEPS, BATCH_TOKENS, RATE, WARMUP = 3, 1024, 0.0015, 0.04
 FREE_STEPS = 4  # at the start, not counted: SpecForge compiles parts of itself
 ARMS = ("ours-1", "ours-2", "ours-3", "specforge-1", "speculators-1")
 
@@ -42,7 +42,7 @@ def rate_at(share: float) -> float:
     return RATE * 0.5 * (1 + math.cos(math.pi * min(1.0, (share - WARMUP) / (1 - WARMUP))))
 
 
-def race(folder: Path, name: str, seed: int) -> dict[str, Any]:
+def race(folder: Path, name: str, seed: int, budget_s: float) -> dict[str, Any]:
     """Train and judge one arm."""
     from benchmarks.training_arm import make_arm
 
@@ -51,11 +51,11 @@ def race(folder: Path, name: str, seed: int) -> dict[str, Any]:
     arm = make_arm(name, inputs, STEPS, seed)
     order = BatchOrder(inputs.lengths, BATCH_TOKENS, seed)
     tokens, number, spent = 0, 0, 0.0
-    with progress(int(BUDGET_S), f"{name}-{seed}", "CPU-s") as advance:
-        while spent < BUDGET_S:
+    with progress(int(budget_s), f"{name}-{seed}", "CPU-s") as advance:
+        while spent < budget_s:
             started = time.process_time()
             batch = inputs.pack(order(number))
-            arm.step(batch, rate_at(spent / BUDGET_S))
+            arm.step(batch, rate_at(spent / budget_s))
             took = time.process_time() - started
             advance(0 if number < FREE_STEPS else int(spent + took) - int(spent))
             number, tokens = number + 1, tokens + len(batch.input_ids)
@@ -83,20 +83,23 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 def main() -> None:
     folder = prepare()
-    if sys.argv[1:2] == ["--child"]:
-        _, _, arm, to = sys.argv
+    if sys.argv[1] == "--child":
+        _, _, budget, arm, to = sys.argv
         name, _, seed = arm.rpartition("-")
-        write_whole(Path(to), canonical(race(folder, name, int(seed))))
+        write_whole(Path(to), canonical(race(folder, name, int(seed), float(budget))))
         return
-    kept = folder.parent / f"race-{folder.name}-{BUDGET_S:.0f}"
+    budget = str(int(sys.argv[1]))
+    kept = folder.parent / f"race-{folder.name}-{budget}"
     kept.mkdir(exist_ok=True)
-    for arm in sys.argv[1:] or ARMS:
+    for arm in sys.argv[2:] or ARMS:
         name, to = arm.rpartition("-")[0], kept / f"{arm}.json"
         if name in PEERS and not to.exists() and (why := absent(name)):
             print(why)
             continue
         if not to.exists():
-            subprocess.run([sys.executable, "-m", "benchmarks.training_race", "--child", arm, str(to)], check=True)
+            subprocess.run(
+                [sys.executable, "-m", "benchmarks.training_race", "--child", budget, arm, str(to)], check=True
+            )
         show(arm, json.loads(to.read_bytes()))
 
 

@@ -74,7 +74,7 @@ class Inputs:
 
     def start(self) -> dict[str, Tensor]:
         """Our own starting weights."""
-        names = [n for n in self._file.keys() if n.startswith("start.")]
+        names = [n for n in list(self._file.keys()) if n.startswith("start.")]
         return {n.removeprefix("start."): self.tensor(n) for n in names}
 
     def pack(self, rows: list[int]) -> PackedBatch:

@@ -43,7 +43,7 @@ from stages.drafts.eagle3 import (
 from stages.targets import identify_target, load_target, locate_target
 
 WORK = Path(".cache/train")
-_LAYOUT = 1  # of resume points: part of their key, raised when their content changes meaning
+_LAYOUT = 3  # of resume points: part of their key, raised when their content changes meaning
 
 
 @dataclass(frozen=True)
@@ -244,6 +244,8 @@ def main() -> None:
         intermediate_size=told.intermediate_size,
         seed=told.seed,
         head=told.head,
+        loss=told.loss,
+        products=told.products,
     )
     del target
     trainer = Trainer(draft, teacher, schedule_of(params))

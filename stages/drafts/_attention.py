@@ -113,7 +113,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, chain_k, chain_v, out, total = ctx.saved_tensors
         dout = grads[0]
-        N, kv, g, D = q.shape
+        D = q.shape[-1]
         mean = (dout * out).sum(dim=-1)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dchain_k, dchain_v = torch.empty_like(chain_k), torch.empty_like(chain_v)

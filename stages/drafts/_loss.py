@@ -146,10 +146,10 @@ def _turn_to_gradient(
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, head: Tensor, last: Tensor, teacher: Teacher, asked: Queries, low: torch.dtype
+        ctx: Any, x: Tensor, head: Tensor, last: Tensor, teacher: Teacher, asked: Queries, low: torch.dtype, learn: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         kind = teacher.loss
-        need_x, need_head = ctx.needs_input_grad[:2]
+        need_x, need_head = (learn and need for need in ctx.needs_input_grad[:2])
         x_low, head_low = x.to(low), head.to(low)
         grad_x = torch.empty_like(x) if need_x else None
         grad_head = torch.zeros_like(head) if need_head else None
@@ -162,7 +162,7 @@ class _HeadLoss(torch.autograd.Function):
                 torch.mm(x_low[part], head_low.T, out=z)
                 here = (None, None) if p is None or entropy is None else (p[inside], entropy[inside])
                 loss_N[part], hit = _turn_to_gradient(z, q, label := asked.label[part], *here, kind)
-                best_N[part] = torch.where(hit, label, -1) if need_x else z.argmax(dim=-1)
+                best_N[part] = torch.where(hit, label, -1) if learn else z.argmax(dim=-1)
                 scale = asked.scale[part, None]
                 if grad_x is not None:
                     grad_x[part] = (q @ head_low) * scale
@@ -176,7 +176,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_head = ctx.saved_tensors
         inputs = (None if g is None else g * grads[0] for g in (grad_x, grad_head))
-        return (*inputs, None, None, None, None)
+        return (*inputs, None, None, None, None, None)
 
 
 def head_loss(
@@ -200,4 +200,5 @@ def head_loss(
         The scaled sum (differentiable in x and head), the loss of each query in nats, and each query's best draft id; while
         a gradient is taken, -1 stands for any best id but the row's own.
     """
-    return _HeadLoss.apply(x_NH, head_DH, last_SH, teacher, asked, products or x_NH.dtype)  # type: ignore[no-any-return]
+    learn = torch.is_grad_enabled() and (x_NH.requires_grad or head_DH.requires_grad)
+    return _HeadLoss.apply(x_NH, head_DH, last_SH, teacher, asked, products or x_NH.dtype, learn)  # type: ignore[no-any-return]

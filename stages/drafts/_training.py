@@ -170,8 +170,14 @@ class Ahead:
     tried: tuple[int, ...]
 
 
-def look_ahead(draft: Eagle3, teacher: Teacher, batch: PackedBatch, steps: int, decay: float) -> Ahead:
+def look_ahead(
+    draft: Eagle3, teacher: Teacher, batch: PackedBatch, steps: int, decay: float, *, roots_in_all: int | None = None
+) -> Ahead:
     """Run `steps` draft steps from every root, fed the row's true tokens, against the target's distributions.
+
+    Args:
+        roots_in_all: what the loss is divided by: the roots of all batches of an optimizer step, where this is one of
+            several; none: this batch's own.
 
     Where the target's own choice lies outside the draft vocabulary nothing is added to the loss. That choice is taken
     to be the row's token: on-policy rows of temperature 0 are the target's argmax, and its logits over the whole
@@ -183,7 +189,7 @@ def look_ahead(draft: Eagle3, teacher: Teacher, batch: PackedBatch, steps: int, 
     if not len(roots):
         return Ahead(draft.fc.weight.sum() * 0, roots, drafted, (0,) * steps, (0,) * steps)
     weights = torch.tensor([decay**i for i in range(steps)], dtype=torch.float64)
-    weights = (weights / weights.sum() / len(roots)).tolist()
+    weights = (weights / weights.sum() / (roots_in_all or len(roots))).tolist()
     low = teacher.products if torch.is_grad_enabled() else None
     with torch.autocast(
         roots.device.type, dtype=low or torch.bfloat16, enabled=low not in (None, draft.fc.weight.dtype)

@@ -25,5 +25,7 @@ class Train(Section):
     head_dim: Positive
     intermediate_size: Positive
     head: Literal["trained", "frozen"]
+    loss: Literal["kl", "ce", "lk"]
+    products: Literal["auto", "float32", "bfloat16"]
     evaluate_every: Positive
     checkpoint_every: Positive
