@@ -8,16 +8,18 @@ to rows of that length. Trains on batches of `batch_tokens` row tokens until SEC
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from benchmarks.training_floor import product_rate, products_flop, where_time_goes
 from benchmarks.training_peers import SpecForge, Speculators
 from benchmarks.training_rows import Inputs, as_one_row
 from stages.drafts.eagle3 import BatchOrder, Eagle3, PackedBatch, Schedule, Teacher, Trainer
@@ -59,6 +61,16 @@ class Ours:
     def weights(self) -> dict[str, Tensor]:
         return self.trainer.averaged().state_dict()
 
+    def explained(self, batches: Sequence[PackedBatch]) -> dict[str, Any]:
+        """The products of these steps, the rate of such products here, and where a step's time goes."""
+        draft, steps = self.trainer.draft, self.trainer.schedule.steps_ahead
+        trained = draft.lm_head.weight.requires_grad
+        return {
+            "products_flop": sum(products_flop(draft.config, b, steps, trained) for b in batches),
+            "flop_per_cpu_s": product_rate(draft.config, self.trainer.teacher.products or torch.float32),
+            "shares": where_time_goes(lambda: self.step(batches[-1], RATE)),
+        }
+
 
 def _at(schedule: Schedule, rate: float) -> Schedule:
     class Fixed(Schedule):
@@ -83,28 +95,41 @@ def peak_mb() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
+def measure(arm: Arm, batches: Iterator[PackedBatch], seconds: float) -> dict[str, Any]:
+    """Steps until `seconds` of CPU are spent, the first WARM not counted."""
+    for _ in range(WARM):
+        arm.step(next(batches), RATE)
+    tokens, cpu, wall, taken = 0, 0.0, 0.0, []
+    while cpu < seconds:
+        batch = next(batches)
+        started, clock = time.process_time(), time.perf_counter()
+        arm.step(batch, RATE)
+        cpu, wall = cpu + time.process_time() - started, wall + time.perf_counter() - clock
+        tokens += len(batch.input_ids)
+        taken.append(batch)
+    found: dict[str, Any] = {"tokens": tokens, "cpu_s": cpu, "wall_s": wall, "peak_mb": peak_mb()}
+    if isinstance(arm, Ours):
+        found |= arm.explained(taken)
+    return found
+
+
+def batches_of(inputs: Inputs, row_tokens: int) -> Iterator[PackedBatch]:
+    """Batches without end: rows as they are, or joined to one row of `row_tokens`."""
+    order = BatchOrder(inputs.lengths, row_tokens + max(inputs.lengths) if row_tokens else BATCH_TOKENS, 1)
+    for number in itertools.count():
+        batch = inputs.pack(order(number))
+        if not row_tokens:
+            yield batch
+        elif len(batch.input_ids) >= row_tokens:
+            yield as_one_row(batch, row_tokens)
+
+
 def main() -> None:
     folder, name, steps, row_tokens, seconds = sys.argv[1:]
     torch.set_num_threads(THREADS)
-    inputs, length = Inputs(Path(folder)), int(row_tokens)
+    inputs = Inputs(Path(folder))
     arm = make_arm(name, inputs, int(steps), 1)
-    order = BatchOrder(inputs.lengths, max(BATCH_TOKENS, length + max(inputs.lengths) if length else 0), 1)
-    tokens, number, cpu, wall = 0, 0, 0.0, 0.0
-    while cpu < float(seconds):
-        batch = inputs.pack(order(number))
-        number += 1
-        if length:
-            if len(batch.input_ids) < length:
-                continue
-            batch = as_one_row(batch, length)
-        started, clock = time.process_time(), time.perf_counter()
-        arm.step(batch, RATE)
-        if number > WARM:
-            cpu += time.process_time() - started
-            wall += time.perf_counter() - clock
-            tokens += len(batch.input_ids)
-    found = {"tokens": tokens, "cpu_s": cpu, "wall_s": wall, "peak_mb": peak_mb()}
-    print(json.dumps(found))
+    print(json.dumps(measure(arm, batches_of(inputs, int(row_tokens)), float(seconds))))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def divide(rows: Sequence[tuple[slice, slice]], keys_seen: Tensor, heads: int) -
 def _scores(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
     """[k, g·n, keys] of queries [n, k, g, D] (scaled) over keys [keys, k, D]; -inf where hidden (the last columns)."""
     n, kv, g, D = q.shape
-    s = q.permute(1, 2, 0, 3).reshape(kv, g * n, D) @ k.permute(1, 2, 0)
+    s = _exact(q.permute(1, 2, 0, 3).reshape(kv, g * n, D) @ k.permute(1, 2, 0))
     if hidden.shape[1]:
         s.view(kv, g, n, -1)[..., -hidden.shape[1] :].masked_fill_(hidden, -torch.inf)
     return s
@@ -86,25 +86,33 @@ def _by_head(x: Tensor) -> Tensor:
     return x.movedim(0, 2).reshape(kv, g * n, *x.shape[3:])
 
 
+def _exact(x: Tensor) -> Tensor:
+    """In float32 at the least: what is summed or taken the exponent of."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 class _Attend(torch.autograd.Function):
+    """Products in the dtype of q, k and v; scores, weights and sums in float32."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chain_k: Tensor, chain_v: Tensor, seen: Seen) -> Tensor:
         N, kv, g, D = q.shape
-        q = q * D**-0.5
-        out, total = torch.empty_like(q), q.new_empty(N, kv, g)
-        for block in seen.blocks:
-            own, keys = block.queries, block.keys
-            s = _scores(q[own], k[keys], seen.hidden(block))
-            p = s.softmax(dim=-1)
-            # The log of a softmax's sum, from its highest entry: a fraction of torch.logsumexp's time.
-            total[own] = _by_query(s.amax(dim=-1) - p.amax(dim=-1).log(), own.stop - own.start)
-            out[own] = _by_query(p @ v[keys].transpose(0, 1), own.stop - own.start)
-        if chain_k.shape[0]:
-            c = torch.einsum("nkgd,jnkd->nkgj", q, chain_k)
-            joined = torch.cat([total[..., None], c], dim=-1).logsumexp(dim=-1)
-            out *= torch.exp(total - joined)[..., None]
-            out += torch.einsum("nkgj,jnkd->nkgd", torch.exp(c - joined[..., None]), chain_v)
-            total = joined
+        with torch.autocast(q.device.type, enabled=False):
+            q = q * D**-0.5
+            out, total = _exact(torch.empty_like(q)), _exact(q.new_empty(N, kv, g))
+            for block in seen.blocks:
+                own, keys = block.queries, block.keys
+                s = _scores(q[own], k[keys], seen.hidden(block))
+                p = s.softmax(dim=-1)
+                # The log of a softmax's sum, from its highest entry: a fraction of torch.logsumexp's time.
+                total[own] = _by_query(s.amax(dim=-1) - p.amax(dim=-1).log(), own.stop - own.start)
+                out[own] = _by_query(_exact(p.to(v.dtype) @ v[keys].transpose(0, 1)), own.stop - own.start)
+            if chain_k.shape[0]:
+                c = torch.einsum("nkgd,jnkd->nkgj", _exact(q), _exact(chain_k))
+                joined = torch.cat([total[..., None], c], dim=-1).logsumexp(dim=-1)
+                out *= torch.exp(total - joined)[..., None]
+                out += torch.einsum("nkgj,jnkd->nkgd", torch.exp(c - joined[..., None]), _exact(chain_v))
+                total = joined
         ctx.save_for_backward(q, k, v, chain_k, chain_v, out, total)
         ctx.seen = seen
         return out
@@ -112,27 +120,28 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, chain_k, chain_v, out, total = ctx.saved_tensors
-        dout = grads[0]
-        D = q.shape[-1]
-        mean = (dout * out).sum(dim=-1)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dout, D = grads[0], q.shape[-1]
+        mean, low = (dout * out).sum(dim=-1), q.dtype
+        dq, dk, dv = (_exact(torch.zeros_like(t)) for t in (q, k, v))
         dchain_k, dchain_v = torch.empty_like(chain_k), torch.empty_like(chain_v)
         if chain_k.shape[0]:
-            c = torch.einsum("nkgd,jnkd->nkgj", q, chain_k)
+            c = torch.einsum("nkgd,jnkd->nkgj", _exact(q), _exact(chain_k))
             weight = torch.exp(c - total[..., None])
-            dc = weight * (torch.einsum("nkgd,jnkd->nkgj", dout, chain_v) - mean[..., None])
-            dq += torch.einsum("nkgj,jnkd->nkgd", dc, chain_k)
-            dchain_k = torch.einsum("nkgj,nkgd->jnkd", dc, q)
+            dc = weight * (torch.einsum("nkgd,jnkd->nkgj", dout, _exact(chain_v)) - mean[..., None])
+            dq += torch.einsum("nkgj,jnkd->nkgd", dc, _exact(chain_k))
+            dchain_k = torch.einsum("nkgj,nkgd->jnkd", dc, _exact(q))
             dchain_v = torch.einsum("nkgj,nkgd->jnkd", weight, dout)
         for block in ctx.seen.blocks:
             own, keys, n = block.queries, block.keys, block.queries.stop - block.queries.start
             p = _scores(q[own], k[keys], ctx.seen.hidden(block)).sub_(_by_head(total[own])[..., None]).exp_()
-            d = _by_head(dout[own])
-            dv[keys] += (p.transpose(1, 2) @ d).transpose(0, 1)
-            p *= (d @ v[keys].permute(1, 2, 0)).sub_(_by_head(mean[own])[..., None])
+            d = _by_head(dout[own]).to(low)
+            dv[keys] += (p.to(low).transpose(1, 2) @ d).transpose(0, 1)
+            p *= _exact(d @ v[keys].permute(1, 2, 0)).sub_(_by_head(mean[own])[..., None])
+            p = p.to(low)
             dq[own] += _by_query(p @ k[keys].transpose(0, 1), n)
             dk[keys] += (p.transpose(1, 2) @ _by_head(q[own])).transpose(0, 1)
-        return dq * D**-0.5, dk, dv, dchain_k, dchain_v, None
+        found = (dq * D**-0.5, dk, dv, dchain_k, dchain_v)
+        return (*(g.to(t.dtype) for g, t in zip(found, (q, k, v, chain_k, chain_v), strict=True)), None)
 
 
 def attend(q_NhD: Tensor, k_KkD: Tensor, v_KkD: Tensor, chain: Sequence[tuple[Tensor, Tensor]], seen: Seen) -> Tensor:

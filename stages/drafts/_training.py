@@ -129,7 +129,7 @@ def chain_states(draft: Eagle3, batch: PackedBatch, layout: Layout) -> list[Tens
         return divide(rows, layout.positions_T[layout.roots[step]] + 1, c.heads)
 
     position_K = layout.positions_T[keys]
-    g_KH = draft.fuse(batch.aux[keys])
+    g_KH = draft.fuse(batch.aux[keys]).to(batch.aux.dtype)  # the residual stays exact where products are not
     normed = norm(g_KH)
     kv_K = token_kv.index_select(0, torch.searchsorted(known, keys + 1)) + F.linear(normed, of_state[-2 * kv :])
     k, v = kv_K.view(len(keys), 2 * c.kv_heads, D).split(c.kv_heads, dim=1)

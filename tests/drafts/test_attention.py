@@ -79,3 +79,15 @@ def test_what_is_kept_for_the_way_back_grows_with_the_row_not_its_square() -> No
         return size
 
     assert kept(400) == 4 * kept(100)
+
+
+def test_bfloat16_products_give_nearly_the_same_gradients() -> None:
+    exact = [t.detach().float().requires_grad_() for t in tensors(2)]
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        given = [t.detach().to(dtype).requires_grad_() for t in exact]
+        chain = list(zip(given[3::2], given[4::2], strict=True))
+        out = attend(*given[:3], chain, divide(ROWS, SEEN, HEADS))  # type: ignore[arg-type]
+        found.append(torch.autograd.grad(out.float().pow(2).sum(), given))
+    for a, b in zip(*found, strict=True):
+        assert float((a - b.float()).norm() / a.norm()) < 0.02
