@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stages.drafts._products import filled_up, in_rows
+
 Loss = Literal["kl", "ce", "lk"]
 _PIECE = 256  # positions at once: [256, 8192] float32 is 8 MB
 _ETA = 3.0
@@ -71,7 +73,9 @@ class Teacher:
     def distributions(self, last_SH: Tensor, products: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """softmax over the draft vocabulary of the target's own logits [S, D], and its entropy in nats [S]."""
         normed = F.rms_norm(last_SH, self.norm.shape, self.norm, self.eps)
-        z = normed.to(products or last_SH.dtype) @ self.head_in(products or self.head.dtype).T
+        low = products or last_SH.dtype
+        rows = in_rows(normed, low) if low == torch.bfloat16 else normed
+        z = (rows @ self.head_in(low).T)[: len(last_SH)]
         p = z.softmax(dim=-1)
         return p, _log_sum(z, p)[0] - torch.linalg.vecdot(p, z).to(last_SH.dtype)
 
@@ -150,24 +154,31 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         kind = teacher.loss
         need_x, need_head = (learn and need for need in ctx.needs_input_grad[:2])
-        x_low, head_low = x.to(low), head.to(low)
+        rows = filled_up if low == torch.bfloat16 else int
+        x_low, head_low = x.new_zeros(len(x) + rows(1), x.shape[1], dtype=low), head.to(low)
+        x_low[: len(x)] = x
         grad_x = torch.empty_like(x) if need_x else None
         grad_head = torch.zeros_like(head) if need_head else None
         loss_N, best_N = x.new_zeros(len(x)), torch.full_like(asked.label, -1)
-        rooms = x_low.new_empty(2, min(_PIECE, len(last)), len(head))
+        rooms = x_low.new_zeros(2, rows(min(_PIECE, len(last))), len(head))
         for positions, parts in asked.pieces(len(last)):
             p, entropy = (None, None) if kind == "ce" else teacher.distributions(last[positions], low)
             for part, inside in parts:
-                z, q = rooms[:, : part.stop - part.start]
-                torch.mm(x_low[part], head_low.T, out=z)
+                n = part.stop - part.start
+                # Rows filled up are other queries': what comes of them is not looked at, and adds nothing.
+                x_rows, (z_rows, q_rows) = x_low[part.start : part.start + rows(n)], rooms[:, : rows(n)]
+                torch.mm(x_rows, head_low.T, out=z_rows)
+                z, q = z_rows[:n], q_rows[:n]
                 here = (None, None) if p is None or entropy is None else (p[inside], entropy[inside])
                 loss_N[part], hit = _turn_to_gradient(z, q, label := asked.label[part], *here, kind)
                 best_N[part] = torch.where(hit, label, -1) if learn else z.argmax(dim=-1)
                 scale = asked.scale[part, None]
                 if grad_x is not None:
-                    grad_x[part] = (q @ head_low) * scale
+                    grad_x[part] = (q_rows @ head_low)[:n] * scale
                 if grad_head is not None:
-                    grad_head += q.T @ (x_low[part] * scale).to(low)
+                    q_rows[n:] = 0
+                    q.mul_(scale)
+                    grad_head += q_rows.T @ x_rows
         ctx.save_for_backward(grad_x, grad_head)
         ctx.mark_non_differentiable(loss_N, best_N)
         return (loss_N * asked.scale).sum(), loss_N, best_N

@@ -27,6 +27,7 @@ from torch import Tensor
 from stages.drafts._attention import Seen, attend, divide
 from stages.drafts._loss import Queries, Teacher, head_loss
 from stages.drafts._module import Eagle3, rotary, rotate
+from stages.drafts._products import linear
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def chain_states(draft: Eagle3, batch: PackedBatch, layout: Layout) -> list[Tens
     fed = [r + 1 + i for i, r in enumerate(roots)]  # flat index of the token that each query is fed
     queried, known = torch.unique(torch.cat(fed)), torch.unique(torch.cat([keys + 1, *fed]))
     embedded = draft.midlayer.input_layernorm(F.embedding(batch.input_ids[known], draft.embedding))
-    token_q = F.linear(embedded.index_select(0, torch.searchsorted(known, queried)), of_token[: -2 * kv])
-    token_kv = F.linear(embedded, of_token[-2 * kv :])
+    token_q = linear(embedded.index_select(0, torch.searchsorted(known, queried)), of_token[: -2 * kv])
+    token_kv = linear(embedded, of_token[-2 * kv :])
 
     def from_token(at: Tensor) -> Tensor:
         q, rest = token_q.index_select(0, torch.searchsorted(queried, at)), torch.searchsorted(known, at)
@@ -131,18 +132,18 @@ def chain_states(draft: Eagle3, batch: PackedBatch, layout: Layout) -> list[Tens
     position_K = layout.positions_T[keys]
     g_KH = draft.fuse(batch.aux[keys]).to(batch.aux.dtype)  # the residual stays exact where products are not
     normed = norm(g_KH)
-    kv_K = token_kv.index_select(0, torch.searchsorted(known, keys + 1)) + F.linear(normed, of_state[-2 * kv :])
+    kv_K = token_kv.index_select(0, torch.searchsorted(known, keys + 1)) + linear(normed, of_state[-2 * kv :])
     k, v = kv_K.view(len(keys), 2 * c.kv_heads, D).split(c.kv_heads, dim=1)
     k_KHD, v_KHD = rotate(k, rotary(c, position_K, k)), v
     at = torch.searchsorted(keys, roots[0])
     q = token_q.index_select(0, torch.searchsorted(queried, fed[0]))
-    q = (q + F.linear(normed.index_select(0, at), of_state[: -2 * kv])).view(len(at), -1, D)
+    q = (q + linear(normed.index_select(0, at), of_state[: -2 * kv])).view(len(at), -1, D)
     q = rotate(q, rotary(c, position_K[at], q))
     found = [draft.block_output(g_KH.index_select(0, at), attend(q, k_KHD, v_KHD, [], seen(0)))]
     chain: list[tuple[Tensor, Tensor]] = []
     for step, keep in enumerate(layout.keep[: len(roots) - 1], start=1):
         h = found[-1].index_select(0, keep)
-        qkv = from_token(fed[step]) + F.linear(norm(h), of_state)
+        qkv = from_token(fed[step]) + linear(norm(h), of_state)
         q, k, v = qkv.view(len(h), -1, D).split(groups, dim=1)
         table = rotary(c, layout.positions_T[roots[step]] + step, q)
         chain = [(a.index_select(0, keep), b.index_select(0, keep)) for a, b in chain] + [(rotate(k, table), v)]
