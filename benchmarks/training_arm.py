@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.training_floor import product_rate, products_flop, where_time_goes
 from benchmarks.training_peers import SpecForge, Speculators
 from benchmarks.training_rows import Inputs, as_one_row
+from stages.drafts._loss import Loss
 from stages.drafts.eagle3 import BatchOrder, Eagle3, PackedBatch, Schedule, Teacher, Trainer
 
 BATCH_TOKENS, WARM, THREADS = 1024, 3, 2
@@ -43,7 +44,8 @@ class Ours:
         c = inputs.config
         ids = inputs.tensor("d2t") + torch.arange(c.draft_vocab_size)
         products = torch.bfloat16 if "bfloat16" in options else None
-        loss = next((name for name in ("ce", "lk") if name in options), "kl")
+        losses: tuple[Loss, ...] = ("ce", "lk")
+        loss: Loss = next((name for name in losses if name in options), "kl")
         head = inputs.tensor("head")[ids].clone()
         teacher = Teacher(inputs.tensor("norm"), head, c.eps, ids, c.vocab_size, loss=loss, products=products)
         torch.manual_seed(seed)

@@ -2,8 +2,8 @@
 
 Each stands unpacked in <name>-<version> below the folder that DRAFTLINE_PEERS names, beside `deps` with what they import
 (README says how). Their code is run as it is, with what it would do on a CPU: SpecForge's fused loss needs a GPU's Triton,
-so its own plain version of the same loss is called; speculators' losses are its "eager" ones, its attention the fastest of
-its three on a CPU.
+so its own plain version of the same loss is called; speculators' losses are its "eager" ones, its attention
+"eager", one of its three.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def llama_config(inputs: Inputs) -> Any:
     from transformers import LlamaConfig
 
     c = inputs.config
+    told: dict[str, Any] = {"draft_vocab_size": c.draft_vocab_size, "rope_theta": c.rope_theta}
     return LlamaConfig(
+        **told,
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
         num_attention_heads=c.heads,
@@ -54,9 +56,7 @@ def llama_config(inputs: Inputs) -> Any:
         head_dim=c.head_dim,
         num_hidden_layers=1,
         vocab_size=c.vocab_size,
-        draft_vocab_size=c.draft_vocab_size,
         rms_norm_eps=c.eps,
-        rope_theta=c.rope_theta,
         max_position_embeddings=c.max_positions,
         tie_word_embeddings=False,
         pad_token_id=None,
@@ -78,7 +78,8 @@ class SpecForge:
             for name in ("algorithms.eagle3.model", "modeling.draft.llama3_eagle")
         )
         optimizer = importlib.import_module("specforge.optimizer")
-        model.LogSoftmaxLoss = types.SimpleNamespace(apply=importlib.import_module("specforge.core.loss")._compute_loss)
+        plain = importlib.import_module("specforge.core.loss")._compute_loss
+        vars(model)["LogSoftmaxLoss"] = types.SimpleNamespace(apply=plain)
         torch.manual_seed(seed)
         self._draft = draft.LlamaForCausalLMEagle3(llama_config(inputs), attention_backend="sdpa")
         with torch.no_grad():
@@ -120,7 +121,7 @@ class SpecForge:
             target=shifted(last) @ self._head.T,
             hidden_states=padded(batch.aux),
         )[0]
-        sum(DECAY**i * loss for i, loss in enumerate(losses)).backward()
+        torch.stack([DECAY**i * loss for i, loss in enumerate(losses)]).sum().backward()
         for group in self._optimizer.optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
