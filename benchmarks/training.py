@@ -4,31 +4,37 @@
 
 Needs a merged set (`dvc repro gate-training`); changes nothing. The peers' own EAGLE-3 classes are run where DRAFTLINE_PEERS
 names the folder that they lie unpacked in; where it does not, that is said. Tokens are those of the rows trained on, prompts
-included, the same for all. Each trainer runs in a process of its own, SECONDS of CPU after a warm-up. Beside ours stands the
+included, the same for all. Each trainer runs in a process of its own on two threads, SECONDS of CPU after a warm-up; threads
+that wait for each other sleep (GOMP_SPINCOUNT), so that CPU seconds are work done. Beside ours stands the
 floor: the products that a step cannot do without, at the rate that such products reach here. Fails when a goal is missed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.training_peers import PEERS, absent
 from benchmarks.training_rows import Inputs, prepare
+from stages.drafts._start import products_dtype
 
 SECONDS = 8.0
 CASES = {"3 steps": (3, 0), "7 steps": (7, 0), "rows of 2048, 3 steps": (3, 2048)}
-OURS = ("ours", "ours-trained", "ours-bfloat16")
-GOALS = {"3 steps": 5.0, "7 steps": 4.0, "rows of 2048, 3 steps": 4.0}  # times either peer, in float32
+OURS = ("ours", "ours-trained", "ours-bfloat16")  # a frozen head, a trained one, products in bfloat16
+GOALS = {"3 steps": 5.0, "7 steps": 4.0, "rows of 2048, 3 steps": 4.0}  # times either peer; ours as the line sets it
 
 
 def ask(folder: Path, arm: str, steps: int, row_tokens: int) -> dict[str, Any]:
     """What a trainer measured in a process of its own."""
     told = subprocess.run(
         [sys.executable, "-m", "benchmarks.training_arm", str(folder), arm, str(steps), str(row_tokens), str(SECONDS)],
+        env=os.environ | {"GOMP_SPINCOUNT": "0"},
         capture_output=True,
         text=True,
     )
@@ -36,6 +42,12 @@ def ask(folder: Path, arm: str, steps: int, row_tokens: int) -> dict[str, Any]:
         sys.exit(f"{arm}: {told.stderr[-2000:]}")
     found = json.loads(told.stdout.splitlines()[-1])
     return found | {"rate": found["tokens"] / found["cpu_s"]}
+
+
+def default_arm() -> str:
+    """Which of ours the line's own settings make of this machine."""
+    low = products_dtype("auto", torch.device("cpu")) == torch.bfloat16
+    return "ours-bfloat16" if low else "ours"
 
 
 def show(arm: str, found: dict[str, Any]) -> None:
@@ -61,10 +73,11 @@ def main() -> None:
             found[arm] = ask(folder, arm, steps, row_tokens)
             show(arm, found[arm])
         for name in present:
-            times, less = found["ours"]["rate"] / found[name]["rate"], found["ours"]["peak_mb"] < found[name]["peak_mb"]
-            print(f"  ours is {times:.1f} times {name} (goal {GOALS[case]:.0f})")
-            if times < GOALS[case] or not less:
-                missed.append(f"{case}, {name}: {times:.1f} times, {'less' if less else 'more'} memory")
+            times = {arm: found[arm]["rate"] / found[name]["rate"] for arm in OURS}
+            print(f"  times {name}: " + ", ".join(f"{arm} {t:.1f}" for arm, t in times.items()))
+            best = default_arm()
+            if times[best] < GOALS[case] or found[best]["peak_mb"] >= found[name]["peak_mb"]:
+                missed.append(f"{case}, {name}: {times[best]:.1f} times, goal {GOALS[case]:.0f}, or no less memory")
     if missed:
         sys.exit("missed: " + "; ".join(missed))
 
