@@ -2,13 +2,16 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install retrain test use checks sglang clean
+.PHONY: help install retrain test use checks sglang peers clean
 
 PYTHON := $(shell command -v python3)
 VENV := .venv
 STAMP := $(VENV)/.installed
 SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
+PEERS := .peers
+PEERS_STAMP := $(PEERS)/.fetched
+PEER_VERSIONS := specforge==0.2.0 speculators==0.3.0 speculators==0.4.0 speculators==0.9.0 nemo_automodel==0.7.0
 
 # The stages call `python`; DVC must find the environment's own. Bytecode halves every start.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -64,5 +67,14 @@ $(SGLANG_STAMP): requirements-sglang.txt requirements-sglang-engine.txt $(shell 
 	@copy=$$(mktemp -d); cp -r sglang_cpu "$$copy"; $(SGLANG)/bin/pip install --no-deps --force-reinstall "$$copy/sglang_cpu"; rm -r "$$copy"
 	@touch $@
 
+peers: $(PEERS_STAMP) ## other tools' trainers and readers, for the tests that run them (40 MB)
+
+$(PEERS_STAMP): requirements-peers.txt Makefile | $(STAMP)
+	rm -rf $(PEERS)
+	@for peer in $(PEER_VERSIONS); do \
+	  $(VENV)/bin/pip install -q --no-deps --no-compile --target "$(PEERS)/$${peer/==/-}" "$$peer" || exit 1; done
+	$(VENV)/bin/pip install -q --no-deps --no-compile --target $(PEERS)/deps -r requirements-peers.txt
+	@touch $@
+
 clean: ## the environments and the work cache; data, models and releases stay
-	rm -rf $(VENV) $(SGLANG) .cache
+	rm -rf $(VENV) $(SGLANG) $(PEERS) .cache

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from stages._train_judge import evaluate
+from stages._train_rows import read_rows, read_vocabulary
 from stages.capture.layout import ROWS
 from stages.capture.rows import FolderPlan, Row
 from stages.capture.store import RowFolder, RowStore, write_folder
@@ -25,7 +27,7 @@ from stages.contracts.manifest import HIDDEN_STATES, MERGED_MANIFEST, MergedMani
 from stages.contracts.params import Params, load_params
 from stages.drafts.eagle3 import BatchOrder, HeldOut, Trainer, start_draft
 from stages.targets import load_target, locate_target
-from stages.train import evaluate, read_rows, read_vocabulary, schedule_of
+from stages.train import schedule_of
 
 if TYPE_CHECKING:
     from stages.targets._decoder import Decoder

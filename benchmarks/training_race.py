@@ -22,13 +22,14 @@ import torch
 
 from benchmarks.training_peers import PEERS, absent
 from benchmarks.training_rows import Inputs, prepare
+from stages._train_judge import evaluate
+from stages._train_rows import read_rows
 from stages.capture.store import RowStore
 from stages.contracts.files import canonical, write_whole
 from stages.contracts.manifest import HIDDEN_STATES
 from stages.contracts.params import load_params
 from stages.contracts.progress import progress
 from stages.drafts.eagle3 import BatchOrder, Eagle3, Teacher
-from stages.train import evaluate, read_rows
 
 STEPS, BATCH_TOKENS, RATE, WARMUP = 3, 1024, 0.0015, 0.04
 FREE_STEPS = 4  # at the start, not counted: SpecForge compiles parts of itself

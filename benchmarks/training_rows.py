@@ -15,13 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from stages._train_rows import read_rows, read_vocabulary
 from stages.capture.store import RowStore
 from stages.contracts.files import canonical, digest, whole_folder
 from stages.contracts.manifest import HIDDEN_STATES, MERGED_MANIFEST, MergedManifest
 from stages.contracts.params import load_params
 from stages.drafts.eagle3 import Eagle3Config, PackedBatch, start_draft
 from stages.targets import load_target, locate_target
-from stages.train import read_rows, read_vocabulary
 
 CACHE = Path(".cache/benchmarks/training")
 PROMPTS = 224  # training rows, drawn by a seed of their own

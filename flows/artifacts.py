@@ -92,10 +92,14 @@ def throughput_rows(evidence: BenchmarkEvidence) -> list[dict[str, Any]]:
 def policy_markdown(policy: ServingPolicy) -> str:
     """The serving policy in words, and as a table."""
     rows = ["# Serving policy", "", "| running batch from | draft steps | over plain |", "|---|---|---|"]
-    for level in policy.levels:
-        steps = str(level.draft_steps) if level.draft_steps else "0 (plain decoding)"
-        rows.append(f"| {level.min_batch} | {steps} | {level.ratio:.2f} ({level.low:.2f}..{level.high:.2f}) |")
-    return "\n".join([*rows, "", f"Measured up to a batch of {policy.measured_up_to}; plain decoding beyond it."])
+    for span in policy.spans():
+        steps, level = str(span.draft_steps) if span.draft_steps else "0 (plain decoding)", span.level
+        told = f"{level.ratio:.2f} ({level.low:.2f}..{level.high:.2f})" if level else "not measured"
+        rows.append(f"| {span.first} | {steps} | {told} |")
+    words = [f"Measured up to a batch of {policy.measured_up_to}; plain decoding beyond it."]
+    if policy.without_switching:
+        words += ["", f"Where the engine cannot switch: {policy.without_switching.words}"]
+    return "\n".join([*rows, "", *words])
 
 
 def publish_gate(report: GateReport) -> None:

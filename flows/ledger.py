@@ -1,14 +1,13 @@
-"""The release ledger: who became current when. releases/ledger.jsonl, append-only, the only file with times.
+"""The release ledger as this clone notes it: who became production when. releases/ledger.jsonl, a line an entry.
 
 An entry names the release that it made current and the one that was current before it, so that the entries can be walked:
-a line lost or edited shows where the walk breaks, and no rollback goes to a release that nobody meant.
+a line lost or edited shows where the walk breaks. The registry's own entries (flows/registry/channels.py) decide; these lines
+are copies of them, and before there were registries they were all there was.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +44,6 @@ def _entry(path: Path, number: int, line: bytes) -> dict[str, object]:
             do="mend this line from a backup or from releases/*/release.json; rollback walks back through these lines",
         )
     return entry
-
-
-def append(root: Path, entry: dict[str, object]) -> None:
-    """Add an entry with the time, over a last line that a crash cut off."""
-    timed = {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **entry}
-    with (root / LEDGER).open("ab+") as file:
-        file.seek(0)
-        whole = file.read()
-        file.truncate(whole.rfind(b"\n") + 1)
-        file.write(json.dumps(timed).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def promoted(root: Path) -> list[str]:

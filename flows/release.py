@@ -1,8 +1,11 @@
-"""Promotion and rollback in a local release folder. `python -m flows.release promote | rollback | list`
+"""Promotion and rollback. `python -m flows.release promote | rollback | list | follow | fetch RELEASE TO | prune [delete]`
 
-    releases/<12 hex digits of the record's digest>/  release.json, draft/, policy.json, evidence/, gates/, index.html
-    releases/current.json                             {"release": "<that name>"}; what a server loads
-    releases/ledger.jsonl                             who became current when (flows/ledger.py)
+The registry that params.yaml names holds releases and who is production (flows/registry); releases/ is this clone's copy:
+
+    releases/<12 hex digits of the record's digest>/  release.json, model_card.md, draft/, policy.json, serving/,
+                                                      evidence/, gates/
+    releases/current.json                             {"release": "<that name>"}; what a server here loads
+    releases/ledger.jsonl                             who became production when (flows/ledger.py)
 
 A release is named by its record, not by its draft alone: the same draft measured again may carry another policy. Its
 files are copies: the draft in models/ shares its bytes with DVC's cache, and a release must not share their fate.
@@ -12,28 +15,39 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import shutil
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flows.ledger import append as _append
+from flows import working_copy
+from flows.demands import demand_gates, demand_no_step_back, demand_one_engine
+from flows.judged import contents, demand_passed, record_of
 from flows.ledger import entries as ledger
-from flows.ledger import promoted, rolled_back
-from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
-from stages.contracts.errors import DataError, LineError, Refusal, run
-from stages.contracts.evidence import POLICY, SERVE_EVIDENCE, ServeEvidence, ServingPolicy
-from stages.contracts.files import canonical, file_digest, whole_folder, write_whole
-from stages.contracts.release import POINTER, RELEASES, ReleaseRecord, current, current_record
-from stages.contracts.report import EVIDENCE, GATE_REPORTS, GateReport, demand, evidence_digests
-from stages.contracts.repository import demand_repository
+from flows.registry import channels, parcels, retention
+from flows.registry.adopt import adopt
+from flows.registry.probe import demand_conditional_writes
+from flows.registry.store import Store, open_store
+from stages.contracts.errors import DataError, Refusal
+from stages.contracts.files import whole_folder
+from stages.contracts.params import Registry, load_promotion, load_registry
+from stages.contracts.release import RECORD, RELEASES, Channel, ReleaseRecord, current
 
-_GATES = ("extraction", "training", "deployment")
-_PAGE = Path("reports/index.html")
-_NAME_DIGITS = 12
+__all__ = [
+    "Release",
+    "contents",
+    "current",
+    "fetch",
+    "follow",
+    "ledger",
+    "list_releases",
+    "promote",
+    "propose",
+    "record_of",
+    "rollback",
+]
 _LOCK_WAIT_S = 60.0
+_HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -44,9 +58,22 @@ class Release:
     record: ReleaseRecord
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """A release that stands whole in the registry as candidate, the pointer it was judged against, and how it compares."""
+
+    release: Release
+    base: channels.Standing | None
+    compared: str
+
+    @property
+    def is_production(self) -> bool:
+        return self.base is not None and self.base.entry.release == self.release.name
+
+
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """One writer of the release folder on this machine; the kernel frees the lock of a killed one.
+    """One writer of this clone's releases/; the kernel frees the lock of a killed one.
 
     Raises:
         Refusal: another process holds it for too long.
@@ -62,7 +89,7 @@ def _locked(root: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise Refusal(
-                        "Another promotion or rollback is under way",
+                        "Another promotion or rollback is under way in this clone",
                         where=str(path),
                         expected=f"free within {_LOCK_WAIT_S:g} s",
                         do="wait for it to end, then do this again",
@@ -71,163 +98,207 @@ def _locked(root: Path) -> Iterator[None]:
         yield
 
 
-def record_of(root: Path = Path()) -> ReleaseRecord:
-    """The record of what stands in models/draft and reports/, once it is known to have passed.
+def _open(root: Path) -> tuple[Registry, Store]:
+    settings = load_registry(root / "params.yaml")
+    store = open_store(settings, root)
+    adopt(root, store, settings.grace_hours * _HOUR_S)
+    return settings, store
+
+
+def propose(root: Path = Path(), even_if_rolled_back: bool = False) -> Proposal:
+    """Bring the draft that passed gate-deployment into the registry, whole, as candidate.
 
     Raises:
-        Refusal: gate-deployment has not passed exactly this draft with exactly these figures.
-        DataError: a file is missing or its bytes are not what the draft's record says.
-    """
-    draft = DraftRecord.read(root / DRAFT / DRAFT_RECORD)
-    name = draft.digest()
-    report = demand("deployment", name, root)
-    served, policy = ServeEvidence.read(root / SERVE_EVIDENCE), ServingPolicy.read(root / POLICY)
-    for path, told in ((SERVE_EVIDENCE, served.draft_digest), (POLICY, policy.draft_digest)):
-        if told != name:
-            raise Refusal(
-                "These figures are of another draft", where=str(path), expected=name, got=told, do="`dvc repro`"
-            )
-    _demand_judged(report, root)
-    _check_draft(root / DRAFT)
-    return ReleaseRecord(
-        draft_digest=name,
-        merged_digest=draft.merged_digest,
-        gate_reports={gate: GateReport.read(root / GATE_REPORTS / f"{gate}.json").digest() for gate in _GATES},
-        policy_digest=policy.digest(),
-        engine=served.engine,
-        engine_version=served.engine_version,
-        accept_length=served.served.accept_length,
-        accept_length_by_domain={k: v.accept_length for k, v in served.served_by_domain.items()},
-        dvc_lock_digest=file_digest(root / "dvc.lock"),
-    )
-
-
-def _demand_judged(report: GateReport, root: Path) -> None:
-    """Raises Refusal when a measurement is not the one that gate-deployment judged: a policy edited since is unproved."""
-    for file, found in evidence_digests(root).items():
-        judged = report.evidence.get(file, "nothing of this file")
-        if found != judged:
-            raise Refusal(
-                "These figures are not those that gate-deployment judged",
-                where=file,
-                expected=judged,
-                got=found,
-                do="run `dvc repro gate-deployment`",
-            )
-
-
-def _check_draft(folder: Path) -> None:
-    """Raises: DataError: the weights or the config are not those that the draft's record names."""
-    record = DraftRecord.read(folder / DRAFT_RECORD)
-    for file, expected in (("model.safetensors", record.weights_digest), ("config.json", record.config_digest)):
-        found = file_digest(folder / file)
-        if found != expected:
-            raise DataError(
-                "A file of the draft is not what its record says",
-                where=str(folder / file),
-                expected=expected,
-                got=found,
-                do="`dvc repro train` for models/draft; for a release, `python -m flows.release rollback`",
-            )
-
-
-def promote(root: Path = Path(), even_if_rolled_back: bool = False) -> Release:
-    """Make the draft that passed gate-deployment the current release; doing it again changes nothing.
-
-    Raises:
-        Refusal: see `record_of`; another promotion under way; or this draft was rolled back, and a weekly run that finds
-            nothing new must not bring it back (`even_if_rolled_back` does).
+        Refusal: see flows/judged.py and flows/demands.py; production is another release than the one this clone judged against; the store has no
+            conditional writes; or this draft was rolled back, and a weekly run that finds nothing new must not bring it
+            back (`even_if_rolled_back` does).
+        StoreError: the store was not reached, or failed at every try.
     """
     with _locked(root):
-        record = record_of(root)
-        if not even_if_rolled_back and record.draft_digest in rolled_back(root):
-            raise Refusal(
-                "This draft was rolled back",
-                where=str(root / RELEASES / "ledger.jsonl"),
-                expected="another draft than the one taken out of service",
-                got=record.draft_digest,
-                do="retrain on new rows or parameters; `python -m flows.release promote` brings this one back on purpose",
-            )
-        release = Release(record.digest().removeprefix("sha256:")[:_NAME_DIGITS], record)
-        folder = root / RELEASES / release.name
-        if not folder.exists():
+        settings, store = _open(root)
+        demand_conditional_writes(store)
+        demand_passed(root)
+        demand_gates(root)
+        demand_one_engine(root)
+        made = contents(root)
+        record = record_of(root, made)
+        base = channels.standing(store, "production")
+        proposal = Proposal(Release(record.name, record), base, "already production")
+        if not proposal.is_production:
+            _demand_judged_against(root, store, base)
+            _demand_not_withdrawn(store, base, record, even_if_rolled_back)
+            replaced = parcels.read_record(store, base.entry.release) if base else None
+            compared = demand_no_step_back(root, replaced, load_promotion(root / "params.yaml"))
+            proposal = replace(proposal, compared=compared)
+        folder = working_copy.folder_of(root, record.name)
+        if not folder.is_dir() or parcels.altered(folder, record):
             with whole_folder(folder) as aside:
-                _fill(aside, root, record)
-        _check_draft(folder / "draft")
-        _move(root, release.name, "promote")
-    return release
+                made.write(aside)
+                record.write(aside / RECORD)
+        if faults := parcels.altered(folder, record):
+            raise DataError("These files changed while they were copied", where=str(folder), got=", ".join(faults))
+        parcels.put_release(store, folder, record, settings.grace_hours * _HOUR_S)
+        channels.put_up(store, "candidate", record.name, record.draft_digest, "")
+    return proposal
 
 
-def _fill(folder: Path, root: Path, record: ReleaseRecord) -> None:
-    shutil.copytree(root / DRAFT, folder / "draft", copy_function=shutil.copyfile)
-    (folder / "gates").mkdir()
-    for gate in _GATES:
-        shutil.copyfile(root / GATE_REPORTS / f"{gate}.json", folder / "gates" / f"{gate}.json")
-    (folder / "evidence").mkdir()
-    for path in EVIDENCE:
-        to = folder / path.name if path == POLICY else folder / "evidence" / path.name
-        shutil.copyfile(root / path, to)
-    if (root / _PAGE).exists():
-        shutil.copyfile(root / _PAGE, folder / "index.html")
-    record.write(folder / "release.json")
+def accept(root: Path, proposal: Proposal, words: str = "") -> Release:
+    """Make a proposed release production, unless the pointer moved since it was judged; done again it changes nothing.
 
-
-def rollback(root: Path = Path()) -> Release:
-    """Make the release before the current one current again.
+    Args:
+        words: for the ledger, as who approved it.
 
     Raises:
-        Refusal: there is none before it.
-        DataError: its folder is missing or damaged, or the ledger contradicts itself; the pointer stays.
+        Refusal: another promotion or rollback came first; it tells which.
     """
     with _locked(root):
-        _settle(root)
-        past = promoted(root)
-        if len(past) < 2:
-            raise Refusal(
-                "There is no release to roll back to",
-                where=str(root / RELEASES / "ledger.jsonl"),
-                got=f"{len(past)} promoted",
-                do="`python -m flows.release list` names what there is",
+        _, store = _open(root)
+        release, now = proposal.release, channels.standing(store, "production")
+        if now is None or now.entry.release != release.name:
+            told = "; ".join(filter(None, (proposal.compared, words)))
+            entry = channels.next_entry(
+                "production", proposal.base, "promote", release.name, release.record.draft_digest, told
             )
-        release = Release(past[-2], ReleaseRecord.read(root / RELEASES / past[-2] / "release.json"))
-        _check_draft(root / RELEASES / release.name / "draft")
-        _move(root, release.name, "rollback")
+            try:
+                channels.move(store, proposal.base, entry)
+            except Refusal:
+                now = channels.standing(store, "production")
+                if now is None or now.entry.release != release.name:
+                    raise
+        working_copy.follow(root, store)
     return release
 
 
-def _move(root: Path, name: str, action: str) -> None:
-    """Pointer first, ledger second: a crash between them is told by the next writer (`_settle`)."""
-    _settle(root)
-    before = current(root)
-    if before == name:
-        return
-    write_whole(root / POINTER, canonical({"release": name}))
-    _append(root, {"action": action, "release": name, "before": before, "draft": _draft(root)})
+def promote(root: Path = Path(), even_if_rolled_back: bool = False, words: str = "") -> Release:
+    """Make the draft that passed gate-deployment production; doing it again changes nothing.
+
+    Raises:
+        Refusal, DataError, StoreError: see `propose` and `accept`.
+    """
+    return accept(root, propose(root, even_if_rolled_back), words)
 
 
-def _settle(root: Path) -> None:
-    """Write down a pointer that moved without an entry: its writer was killed between the two."""
-    name, entries = current(root), ledger(root)
-    if name is not None and (not entries or entries[-1]["release"] != name):
-        past = promoted(root)
-        action = "rollback" if len(past) > 1 and past[-2] == name else "promote"
-        _append(
-            root,
-            {
-                "action": action,
-                "release": name,
-                "before": past[-1] if past else None,
-                "draft": _draft(root),
-                "settled": True,
-            },
+def _demand_judged_against(root: Path, store: Store, base: channels.Standing | None) -> None:
+    """Raises Refusal when gate-deployment judged against another release than the one that is production."""
+    here = current(root)
+    if base is not None and base.entry.release != here:
+        raise Refusal(
+            "Production moved on since this draft was judged",
+            where=f"{store.where}/{channels.pointer_key('production')}",
+            expected=f"release {here or 'none'}, which this clone knows as production",
+            got=f"release {base.entry.release}, {base.entry.action} at {base.entry.at} by {base.entry.by}",
+            do="`python -m flows.release follow`, then `dvc repro -f gate-deployment`, which judges against that release",
         )
 
 
-def _draft(root: Path) -> str:
-    """Digest of the current release's draft."""
-    record = current_record(root)
-    assert record is not None, "asked once the pointer stands"
-    return record.draft_digest
+def _demand_not_withdrawn(store: Store, base: channels.Standing | None, record: ReleaseRecord, even_so: bool) -> None:
+    if base is not None and record.draft_digest in base.entry.withdrawn and not even_so:
+        raise Refusal(
+            "This draft was rolled back",
+            where=f"{store.where}/{channels.pointer_key('production')}",
+            expected="another draft than one taken out of service",
+            got=record.draft_digest,
+            do="retrain on new rows or parameters; `python -m flows.release promote` brings this one back on purpose",
+        )
+
+
+def rollback(root: Path = Path(), words: str = "") -> Release:
+    """Make the release before the current one production again. It needs the pointer, one record and, where this clone does
+    not have the release whole, its files: a handful of requests, however long the ledger.
+
+    Args:
+        words: for the ledger, as why.
+
+    Raises:
+        Refusal: there is none before it, or another move came first.
+        DataError: that release is damaged here and in the registry; the pointer stays.
+    """
+    with _locked(root):
+        settings, store = _open(root)
+        now = channels.standing(store, "production")
+        walk = now.entry.walk if now else ()
+        if now is None or len(walk) < 2:
+            raise Refusal(
+                "There is no release to roll back to",
+                where=f"{store.where}/{channels.pointer_key('production')}",
+                got=f"{len(walk)} promoted",
+                do="`python -m flows.release list` names what there is",
+            )
+        name = walk[-2]
+        folder = working_copy.folder_of(root, name)
+        record = parcels.get_release(store, name, folder)
+        if parcels.missing(store, record):
+            parcels.put_release(store, folder, record, settings.grace_hours * _HOUR_S)
+        entry = channels.next_entry("production", now, "rollback", name, record.draft_digest, words)
+        channels.move(store, now, entry)
+        working_copy.note(root, store, entry)
+    return Release(name, record)
+
+
+def follow(root: Path = Path()) -> Release | None:
+    """Bring releases/ of this clone into step with the registry; none before the first promotion.
+
+    Raises:
+        DataError, StoreError: see flows/working_copy.py.
+    """
+    with _locked(root):
+        _, store = _open(root)
+        record = working_copy.follow(root, store)
+    return Release(record.name, record) if record else None
+
+
+def fetch(root: Path, which: str, to: Path) -> Release:
+    """Write a release's folder whole to `to`; `which` is a name, or a channel for what it names now.
+
+    Raises:
+        Refusal: the channel names none, or `to` holds something else.
+        DataError, StoreError: see flows/registry/parcels.py.
+    """
+    _, store = _open(root)
+    name = which
+    if which in retention.CHANNELS:
+        now = channels.standing(store, which)
+        if now is None:
+            raise Refusal(f"Channel {which} names no release yet", where=store.where, do="promote one first")
+        name = now.entry.release
+    if to.exists() and any(to.iterdir() if to.is_dir() else [to]) and not (to / RECORD).exists():
+        raise Refusal(
+            "This folder holds something else", where=str(to), expected="a new or empty folder", do="name another"
+        )
+    record = parcels.get_release(store, name, to)
+    return Release(record.name, record)
+
+
+def list_releases(root: Path = Path()) -> str:
+    """The ledger of production for a person, its release marked, and the candidate where it is another."""
+    _, store = _open(root)
+    told = channels.entries(store, "production")
+    now = told[-1].release if told else None
+    lines = [
+        f"{'*' if e.release == now else ' '} {e.at}  {e.action:8}  {e.release}" + (f"  {e.words}" if e.words else "")
+        for e in told
+    ]
+    waiting = channels.standing(store, "candidate")
+    if waiting is not None and waiting.entry.release != now:
+        lines.append(f"  {waiting.entry.at}  candidate {waiting.entry.release}")
+    return "\n".join(lines) or "No release yet: `make retrain`, then `python -m flows.release promote`."
+
+
+def prune(root: Path = Path(), delete: bool = False) -> str:
+    """What retention would remove, in a line each; with `delete` it does, and says what went.
+
+    Raises:
+        DataError, StoreError: see flows/registry/retention.py; nothing is removed then.
+    """
+    settings, store = _open(root)
+    grace_s = settings.grace_hours * _HOUR_S
+    planned = retention.plan(store, settings.keep_releases, grace_s)
+    kept = f"kept: {', '.join(planned.kept) or 'no release'}"
+    if delete:
+        gone = retention.carry_out(store, planned, settings.keep_releases, grace_s)
+        return "\n".join([*(f"removed {key}" for key in gone), kept])
+    would = [f"would remove {one.key} ({one.size_bytes} bytes)" for one in (*planned.records, *planned.blobs)]
+    return "\n".join([*would, kept, *(["`python -m flows.release prune delete` does it"] if would else [])])
 
 
 def release_markdown(release: Release) -> str:
@@ -240,33 +311,13 @@ def release_markdown(release: Release) -> str:
     )
 
 
-def list_releases(root: Path = Path()) -> str:
-    """The ledger for a person, the current release marked."""
-    now = current(root)
-    lines = [
-        f"{'*' if entry['release'] == now else ' '} {entry['at']}  {entry['action']:8}  {entry['release']}"
-        for entry in ledger(root)
-    ]
-    return "\n".join(lines) or "No release yet: `make retrain`, then `python -m flows.release promote`."
-
-
-def main() -> None:
-    """Promote, roll back or list, from the repository root."""
-    action = sys.argv[1] if len(sys.argv) == 2 else ""
-    demand_repository()
-    if action == "list":
-        print(list_releases())
-    elif action in ("promote", "rollback"):
-        release = promote(even_if_rolled_back=True) if action == "promote" else rollback()
-        print(f"current: releases/{release.name}, accept length {release.record.accept_length:.2f}")
-    else:
-        raise LineError(
-            "No such action",
-            expected="promote, rollback or list",
-            got=action or "nothing",
-            do="python -m flows.release list",
-        )
+def channel_of(word: str) -> Channel | None:
+    """The channel that a word names, if it names one."""
+    return next((c for c in retention.CHANNELS if c == word), None)
 
 
 if __name__ == "__main__":
+    from flows.release_command import main
+    from stages.contracts.errors import run
+
     run(main)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stages._gate_files import Gathered, damaged, prepared_rows
+from stages._gate_files import Gathered, PreparedFrames, damaged
 from stages.contracts.files import file_digest
 from stages.contracts.manifest import PREPARED, PREPARED_MANIFEST, PreparedManifest
 from stages.contracts.params import Params
@@ -24,7 +24,7 @@ def gather_extraction(params: Params) -> Gathered:
     renderer = Renderer(folder, params.prepare.rendering)
     evidence = extraction.Evidence(
         manifest=manifest,
-        rows=prepared_rows(manifest),
+        rows=PreparedFrames(manifest),
         files=pd.DataFrame(
             [
                 {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from stages.gates._judge import Table
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+_FRAME_ROWS = 1024
 Gathered = tuple[str, str, list[Table]]  # subject, its digest, tables
 
 
@@ -31,6 +33,40 @@ def demand_bytes(path: Path, expected: str) -> None:
     """Raises DataError when a file is missing or not the one that its manifest digests."""
     if (got := file_digest(path)) != expected:
         raise damaged(path, expected, got)
+
+
+class PreparedFrames:
+    """Rows of all sources as frames of a thousand, one below the other, read anew each time. A file that is missing is the
+    files table's business, and so is one that was changed and can be read.
+
+    Raises:
+        DataError: a changed file that cannot be read, or no file at all.
+    """
+
+    def __init__(self, manifest: PreparedManifest) -> None:
+        paths = [(PREPARED / s.name / "rows.parquet", s.rows_digest) for s in manifest.sources]
+        self._files = [(path, digest) for path, digest in paths if path.exists()]
+        if not self._files:
+            raise DataError("There are no prepared rows", where=str(PREPARED), do="run `dvc repro prepare`")
+
+    def read(self, columns: Sequence[str] | None = None) -> Iterator[DataFrame]:
+        for path, digest in self._files:
+            yield from _frames(path, digest, columns)
+
+
+def _frames(path: Path, digest: str, columns: Sequence[str] | None) -> Iterator[DataFrame]:
+    import pyarrow.parquet as pq
+    from pyarrow.lib import ArrowException
+
+    try:
+        with pq.ParquetFile(path) as file:
+            wanted = None if columns is None else list(columns)
+            batches = file.iter_batches(_FRAME_ROWS, columns=wanted, use_threads=False)
+            while (batch := next(batches, None)) is not None:
+                frame = batch.to_pandas()
+                yield frame
+    except (ArrowException, OSError, TypeError, ValueError) as error:
+        raise damaged(path, digest, f"{file_digest(path)}: {error}"[:400]) from error
 
 
 def prepared_rows(manifest: PreparedManifest) -> DataFrame:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stages._template_rule import rule_of, target_at_hand
 from stages.contracts.draft import DRAFT, DraftRecord
-from stages.contracts.errors import DataError, EngineError, LineError, ParamsError, Refusal
+from stages.contracts.errors import DataError, EngineError, LineError, Refusal
 from stages.contracts.integrity import verify_draft, verify_merged
 from stages.contracts.manifest import MERGED, CaptureManifest, FolderConfig, MergedManifest, PreparedManifest
-from stages.contracts.params import load_params
 from stages.contracts.progress import progress
 from stages.glancing.deep import choose, neighbours, tell_findings
+from stages.glancing.faults import mend_command
 from stages.glancing.ours import our_manifest
 from stages.glancing.told import Told
 from stages.glancing.verifying import digests_of, tell_damages, tell_digests
-from stages.glancing.weights import read_config
-from stages.targets import load_target, locate_target
+from stages.targets import load_target
 
 if TYPE_CHECKING:
     from stages.bridges.kinds import ForeignRow, StoreFile
     from stages.bridges.stores import ForeignStore
-    from stages.capture.findings import RowLike
     from stages.capture.masks import MaskRule
     from stages.targets._decoder import Decoder
 
 _STAGE_OF = {PreparedManifest: "prepare", MergedManifest: "merge", DraftRecord: "train"}
-_MASK_ROWS = 8  # rows that tell which rule of the template the stored masks follow
 
 
 def deepen(told: Told, path: Path) -> None:
@@ -92,11 +89,14 @@ def _look_at_rows(told: Told, path: Path) -> None:
             others=read_all(glimpse, others),
         )
     tell_findings(told, findings, len(chosen), len(store.files))
+    mend = mend_command(told.path)
+    if "mask_order" in told.facts["deep"]["kinds"] and mend not in told.next:
+        told.next.insert(0, mend)
 
 
 def _target_of(told: Told, store: ForeignStore, chosen: list[StoreFile]) -> tuple[Decoder | None, MaskRule | None]:
     """The target that the rows came from, if it is at hand and runs here, and how its template makes masks."""
-    folder = _target_folder(told)
+    folder = target_at_hand(told.facts.get("target"), told.facts.get("hidden_size"))
     if folder is None:
         told.add(
             "note",
@@ -106,7 +106,7 @@ def _target_of(told: Told, store: ForeignStore, chosen: list[StoreFile]) -> tupl
         return None, None
     rule = None
     try:
-        rule = _rule(folder, store, chosen)
+        rule = rule_of(folder, store, chosen)
     except DataError as error:
         told.add("note", f"{error.what}: {error.got}", error.do)
     try:
@@ -118,32 +118,6 @@ def _target_of(told: Told, store: ForeignStore, chosen: list[StoreFile]) -> tupl
         return None, rule
     told.facts["recomputed_with"] = str(folder)
     return target, rule
-
-
-def _target_folder(told: Told) -> Path | None:
-    named = told.facts.get("target")
-    if isinstance(named, str) and isinstance(read_config(Path(os.path.expanduser(named))), dict):
-        return Path(os.path.expanduser(named))
-    try:
-        target = load_params().target
-        if target.hidden_size == told.facts.get("hidden_size"):
-            return locate_target(target.origin)
-    except (ParamsError, EngineError):
-        pass
-    return None
-
-
-def _rule(folder: Path, store: ForeignStore, chosen: list[StoreFile]) -> MaskRule:
-    from stages.capture.masks import choose_rule, template_rules
-
-    def readable() -> Iterator[RowLike]:
-        for file in chosen[:_MASK_ROWS]:
-            try:
-                yield store.row(file)
-            except DataError:
-                continue
-
-    return choose_rule(readable(), template_rules(folder))
 
 
 def verify(told: Told, path: Path) -> None:

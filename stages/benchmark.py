@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from stages import engines
+from stages.acceptance.follow import Follower
 from stages.acceptance.lengths import Answer as Counted
 from stages.acceptance.lengths import accept_length, by_domain
+from stages.acceptance.mix import shares
 from stages.acceptance.policy import choose_policy, speculation_off_above
 from stages.acceptance.prompts import Prompt, held_out_prompts, out_of_distribution_prompts, take
 from stages.acceptance.sweep import (
@@ -47,7 +49,9 @@ from stages.contracts.evidence import (
 from stages.contracts.files import file_digest
 from stages.contracts.manifest import PREPARED_MANIFEST, PreparedManifest
 from stages.contracts.params import Params, load_params
+from stages.contracts.policy import Hysteresis
 from stages.contracts.progress import progress
+from stages.contracts.serving import SERVING, write_serving
 from stages.drafts._decode import DraftDecoder
 from stages.drafts.eagle3 import read_draft
 from stages.targets import load_target, locate_target
@@ -246,13 +250,15 @@ def measure_all(
     about = {"engine": bench.module.NAME, "engine_version": bench.module.version(), "device": describe_device(params)}
     chains = [Way("speculative", k, k) for k in told.draft_steps]
     arms, ratios = sweep(bench, lambda _: chains, "plain and drafted")
-    policy = choose_policy(ratios, draft_digest=record.digest(), **about)
-    at_once = confidence_at_once(len(told.concurrencies))
-    by_policy, policy_ratios = sweep(
-        bench, lambda c: [Way("policy", policy.steps_for(c), policy.steps_for)], "plain and policy", at_once
-    )
     steps = params.serve.draft_steps
     _, domains = accept_lengths(bench, prompts[: 2 * max(told.concurrencies)], steps, "by domain")
+    hysteresis = Hysteresis(hold_steps=told.hold_steps, band=told.band)
+    mix = {"shares": shares([p.domain for p in bench.timed]), "lengths": domains, "hysteresis": hysteresis}
+    policy = choose_policy(ratios, draft_digest=record.digest(), **about, **mix)
+    at_once = confidence_at_once(len(told.concurrencies))
+    by_policy, policy_ratios = sweep(
+        bench, lambda c: [Way("policy", policy.steps_for(c), Follower(policy))], "plain and policy", at_once
+    )
     out_of_distribution, _ = accept_lengths(bench, others, steps, "out of distribution")
     off, off_low, off_high = off_cost(bench, steps)
     evidence = BenchmarkEvidence(
@@ -280,6 +286,7 @@ def main() -> None:
     demand_validated(params, record)
     evidence, policy = measure_all(params, record, PreparedManifest.read(PREPARED_MANIFEST))
     policy.write(POLICY)
+    write_serving(policy, SERVING)
     evidence.write(BENCHMARK_EVIDENCE)
 
 

@@ -33,7 +33,7 @@ from stages.glancing.standing import stand, still_to_do, to_do
 from stages.glancing.states import Reader, survey
 from stages.glancing.target import depth_of, is_target, tell_target
 from stages.glancing.told import Told
-from stages.glancing.weights import read_config, read_weights
+from stages.glancing.weights import read_config, read_weights, tell_checkpoint, tell_config
 from stages.reporting.facts import read_line
 from stages.reporting.page import PAGE
 from stages.targets import families
@@ -97,14 +97,16 @@ def _ours(folder: Path) -> Told | None:
         return tell_ours(folder, kind, path)
     config = read_config(folder)
     record = DraftRecord.read(path)
-    return tell_draft(folder, config if isinstance(config, dict) else {}, read_weights(folder), record, None, points_of)
+    told = tell_draft(folder, config if isinstance(config, dict) else {}, read_weights(folder), record, None, points_of)
+    tell_config(told, config)
+    return told
 
 
 def _checkpoint(folder: Path) -> Told | None:
     """A draft or a target by its config.json."""
     config = read_config(folder)
     if not isinstance(config, dict):
-        return None
+        return tell_checkpoint(folder, config)
     if is_draft(config):
         depth = _depth_of(verifier_of(config), None)
         return tell_draft(folder, config, read_weights(folder), None, depth, points_of)

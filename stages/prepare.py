@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from stages.contracts.errors import ParamsError, run
@@ -18,6 +19,7 @@ from stages.contracts.files import whole_folder
 from stages.contracts.manifest import PREPARED, TargetIdentity
 from stages.contracts.params import Params, Target, load_params
 from stages.corpus.answers import Generated, OnAnswer, Prompt, answer_all, outcomes
+from stages.corpus.asked import Kept, Prompts
 from stages.corpus.gather import Gathered, gather
 from stages.corpus.prepared import table, write_prepared
 from stages.corpus.ready import ReadyRows
@@ -88,11 +90,12 @@ def check_target(folder: Path, target: Target) -> None:
 
 
 def regenerate(
-    params: Params, folder: Path, identity: TargetIdentity, gathered: list[Gathered], renderer: Renderer
-) -> dict[str, Generated]:
-    """Answers by the target itself for every candidate that did not bring its own."""
+    params: Params, folder: Path, identity: TargetIdentity, gathered: list[Gathered], renderer: Renderer, room: Path
+) -> Kept[Generated]:
+    """Answers by the target itself for every candidate that did not bring its own. The prompts are kept in `room`."""
     p, t = params.prepare, params.target
-    prompts = {c.prompt_id: tuple(c.prompt_ids.tolist()) for g in gathered for c in g.candidates if c.given_ids is None}
+    asked = (c for g in gathered if g.source.answers == "regenerate" for c in g.candidates)
+    prompts = Prompts(room / "prompts.i32", ((c.prompt_id, c.prompt_ids) for c in asked))
     settings = {
         "engine": p.answers.name,
         "weights_digest": identity.weights_digest,
@@ -106,15 +109,19 @@ def regenerate(
     if p.answers.engine == "openai":
         settings |= {"token_ids": p.answers.token_ids}
 
+        @cache
+        def server() -> ServerAnswers:
+            return server_answers(params, folder, renderer)
+
         def ask(prompts: Sequence[Prompt], on_answer: OnAnswer) -> None:
-            server_answers(params, folder, renderer)(prompts, on_answer)
+            server()(prompts, on_answer)
 
         answers = answer_all(prompts, ask, settings, ANSWERS, 1, p.answers.max_failed_share)
     else:
         answers = answer_all(prompts, in_process_answers(params, folder), settings, ANSWERS, p.workers)
     for prompt, answer in answers.items():
         if answer.finish == "stop" and renderer.only_reasons(prompts[prompt], answer.ids):
-            answers[prompt] = Generated((), "empty", "only reasoning")
+            answers.give(prompt, Generated((), "empty", "only reasoning"))
     if counts := {what: n for what, n in outcomes(answers, renderer.end_ids).items() if n}:
         print("answers:", ", ".join(f"{n} {what}" for what, n in counts.items()), file=sys.stderr)
     return answers
@@ -179,7 +186,7 @@ def main() -> None:
     renderer = Renderer(folder, params.prepare.rendering)
     with whole_folder(PREPARED) as aside, _spool(aside / "spool") as spool:
         corpus = gather(params.prepare, renderer, ReadyRows(folder), spool)
-        answers = regenerate(params, folder, identity, corpus.gathered, renderer)
+        answers = regenerate(params, folder, identity, corpus.gathered, renderer, spool)
         manifest = write_prepared(aside, corpus, answers, params.prepare, identity, renderer.end_ids, renderer.text)
     print(table(manifest))
 

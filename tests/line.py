@@ -19,7 +19,7 @@ from stages.contracts.quality import PREPARED_QUALITY
 from stages.contracts.report import Check, GateName, GateReport, report_path
 from stages.corpus.gather import Corpus
 from stages.corpus.measure import Measures
-from stages.corpus.rows import Row
+from stages.corpus.rows import Row, columns_of
 from stages.targets import identify_target, load_target, read_target_config
 from stages.targets._decoder import Decoder
 from tests import tiny
@@ -193,7 +193,7 @@ def write_prepared(
         rows = make_rows(target, target_folder, source)
         for row in rows:
             ids, mask = np.asarray(row["input_ids"], np.int32), np.asarray(row["loss_mask"], np.uint8)
-            measures.take(Row(**{**row, "input_ids": ids, "loss_mask": mask}))
+            measures.take(columns_of([Row(**{**row, "input_ids": ids, "loss_mask": mask})]))
         described.append(describe_source(write_rows(root, source.name, rows), source, rows))
     other = encode_prompts(target_folder, [f"Who was number {i}?" for i in range(out_of_distribution)])
     prompts = [
@@ -254,7 +254,7 @@ def write_params(root: Path, target_folder: Path, changes: dict[str, dict[str, A
         "intermediate_size": tiny.INTER,
         "head": "frozen",
         "loss": "kl",
-        "products": "auto",
+        "products": "float32",
         "evaluate_every": 6,
         "checkpoint_every": 6,
     }

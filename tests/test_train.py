@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import random
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from stages import extract, merge, train
+from stages._train_judge import train_like
+from stages.capture.store import RowStore
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, LineError, Refusal
 from stages.contracts.evidence import TRAIN_CURVES, TRAIN_METRICS, TrainMetrics
@@ -20,9 +24,10 @@ from stages.contracts.files import file_digest
 from stages.contracts.manifest import HIDDEN_STATES, MERGED, MERGED_MANIFEST, MergedManifest
 from stages.contracts.report import report_path
 from stages.drafts import _resume
-from stages.drafts._resume import ResumePoints
+from stages.drafts._resume import ResumePoints, ResumeState
 from stages.drafts.eagle3 import Trainer, read_draft
 from tests import line, tiny
+from tests.test_killed import killed
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +74,47 @@ def test_a_run_leaves_a_draft_its_record_metrics_and_curves(here: Path) -> None:
     assert [row["step"] for row in curve] == ["6", "12"]
     assert max(float(row["accept_length"]) for row in curve) == pytest.approx(metrics.overall.accept_length, abs=1e-5)
     assert [row["step"] for row in csv.DictReader((TRAIN_CURVES / "training.csv").open())] == ["10"]
+    (speed,) = csv.DictReader((TRAIN_CURVES / "speed.csv").open())
+    assert float(speed["tokens_per_s"]) > 0 and 0 < float(speed["waiting_share"]) < 1
+    assert float(speed["peak_memory_mb"]) > 50
     assert not list(train.WORK.glob("*"))
+
+
+def test_every_evaluation_has_an_interval_places_domains_and_rows_that_were_trained_on(here: Path) -> None:
+    set_params(here, evaluate_train_rows=5)
+    train.main()
+    for row in csv.DictReader((TRAIN_CURVES / "held_out.csv").open()):
+        figures = {name: float(value) for name, value in row.items()}
+        assert 1 <= figures["low"] <= figures["accept_length"] <= figures["high"] <= 4
+        assert figures["accepted_1"] >= figures["accepted_2"] >= figures["accepted_3"] >= 0
+        assert {n.removeprefix("accept_length_") for n in figures if n.startswith("accept_length_")} == {
+            s.domain for s in line.SOURCES
+        }
+        assert 1 <= figures["train_like"] <= 4
+    known = TrainMetrics.read(TRAIN_METRICS).train_like
+    assert known is not None and known.requests == 5
+
+
+def test_the_training_rows_that_are_watched_are_always_the_same_and_of_every_source(here: Path) -> None:
+    rows = train.read_rows(RowStore(HIDDEN_STATES), torch.device("cpu"))
+    watched = train_like(rows, 6)
+    assert len(watched) == 6 and watched == train_like(rows, 6) and set(watched) < set(rows.train)
+    assert {row.domain for row in watched} == {row.domain for row in rows.train}
+    assert not train_like(rows, 0) and len(train_like(rows, 10_000)) == len(rows.train)
+
+
+def test_a_run_that_no_longer_improves_stops_early_and_exports_its_best(here: Path) -> None:
+    set_params(here, optimizer_steps=40, evaluate_every=2, stop_after=3, learning_rate=1e-9)
+    train.main()
+    metrics = TrainMetrics.read(TRAIN_METRICS)
+    assert metrics.stopped_after == 8, "the first evaluation, and three that are no better"
+    assert DraftRecord.read(DRAFT / DRAFT_RECORD).optimizer_steps == metrics.optimizer_steps <= 8
+
+
+def test_a_run_that_goes_on_improving_is_not_stopped(here: Path) -> None:
+    set_params(here, optimizer_steps=12, evaluate_every=12, stop_after=1)
+    train.main()
+    assert TrainMetrics.read(TRAIN_METRICS).stopped_after is None
 
 
 def test_twice_the_same_run_is_the_same_bytes(here: Path) -> None:
@@ -91,11 +136,16 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "train", train_or_die)
 
 
+def unmeasured_curves() -> dict[str, bytes]:
+    """All but speed.csv, on which no two runs agree."""
+    return {p.name: p.read_bytes() for p in TRAIN_CURVES.iterdir() if p.name != "speed.csv"}
+
+
 def test_ten_steps_and_ten_resumed_are_the_bits_of_twenty(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_params(here, optimizer_steps=20, checkpoint_every=5, evaluate_every=4)
     train.main()
     whole = (DraftRecord.read(DRAFT / DRAFT_RECORD), TRAIN_METRICS.read_bytes())
-    curves = {p.name: p.read_bytes() for p in TRAIN_CURVES.iterdir()}
+    curves = unmeasured_curves()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_after(13, patch)
         train.main()
@@ -103,7 +153,7 @@ def test_ten_steps_and_ten_resumed_are_the_bits_of_twenty(here: Path, monkeypatc
     assert point.name == "step_000010"
     train.main()
     assert (DraftRecord.read(DRAFT / DRAFT_RECORD), TRAIN_METRICS.read_bytes()) == whole
-    assert {p.name: p.read_bytes() for p in TRAIN_CURVES.iterdir()} == curves
+    assert unmeasured_curves() == curves
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -191,6 +241,74 @@ def test_a_loss_that_is_no_number_stops_and_names_the_rows(here: Path, monkeypat
         train.main()
     assert all(row in caught.value.where for row in rows) and "optimizer step 0" in caught.value.where
     assert not DRAFT.exists()
+
+
+def test_a_loss_that_jumps_stops_names_the_rows_and_leaves_no_resume_point_of_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_params(here, optimizer_steps=40, checkpoint_every=1, evaluate_every=40, max_loss_jump=1.2)
+    rows: list[str] = []
+    pack, calls = train.Rows.pack, iter(range(100))
+
+    def once_strange(self: train.Rows, members: object) -> object:
+        batch = pack(self, members)  # type: ignore[arg-type]
+        if next(calls) == 25:
+            batch.aux.mul_(-300.0)
+            batch.last.neg_()
+            rows.extend(batch.row_ids)
+        return batch
+
+    monkeypatch.setattr(train.Rows, "pack", once_strange)
+    with pytest.raises(DataError, match=r"The loss jumped") as caught:
+        train.main()
+    assert rows and all(row in caught.value.where for row in rows) and "optimizer step 25" in caught.value.where
+    assert "lower train.learning_rate" in caught.value.do and not DRAFT.exists()
+    assert [p.name for p in train.WORK.glob("*/step_*")] == ["step_000025"]
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_run_goes_on_from_its_last_whole_point_to_the_same_bits(here: Path) -> None:
+    set_params(here, optimizer_steps=30, checkpoint_every=1, evaluate_every=6)
+    started = time.monotonic()
+    train.main()
+    took = time.monotonic() - started
+    whole = (DraftRecord.read(DRAFT / DRAFT_RECORD), TRAIN_METRICS.read_bytes(), unmeasured_curves())
+    moments, hit = random.Random(3), 0
+    for _ in range(6):
+        shutil.rmtree(DRAFT)
+        TRAIN_METRICS.unlink()
+        while killed(train.main, moments.uniform(0, 0.7 * took)):
+            hit += 1
+            points = [p for p in train.WORK.glob("*/step_*") if p.suffix == ""]
+            assert all((p / "resume.json").exists() and (p / "tensors.safetensors").exists() for p in points)
+        found = (DraftRecord.read(DRAFT / DRAFT_RECORD), TRAIN_METRICS.read_bytes(), unmeasured_curves())
+        assert found == whole and not [p for p in Path().rglob("*") if p.suffix in (".part", ".old")]
+    assert hit >= 6
+
+
+@pytest.mark.parametrize("changed", ["train.optimizer_steps", "the merged rows", "the draft vocabulary", "the start"])
+def test_a_resume_point_of_another_run_is_refused_and_what_differs_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    point = interrupted(monkeypatch)
+    state = ResumeState.read(point / "resume.json")
+    state.model_copy(update={"of": state.of | {changed: "of last week"}}).write(point / "resume.json")
+    with pytest.raises(Refusal, match="This resume point is of another run") as caught:
+        train.main()
+    assert f"{changed} was of last week, is " in caught.value.got and f"`rm -r {point}`" in caught.value.do
+    assert not DRAFT.exists()
+
+
+def test_more_optimizer_steps_are_another_run_which_says_what_it_leaves_alone(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = interrupted(monkeypatch)
+    set_params(here, optimizer_steps=14)
+    capsys.readouterr()
+    train.main()
+    said = capsys.readouterr().err
+    assert f"left alone: an unfinished run in {point} (train.optimizer_steps was 12, is 14)" in said
+    assert "resumed" not in said and point.exists()
 
 
 def refused(here: Path) -> LineError:

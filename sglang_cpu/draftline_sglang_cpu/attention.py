@@ -97,13 +97,15 @@ def extend_attention(
     tree_mask: Tensor | None = None,
     is_causal: bool = True,
 ) -> None:
-    """The last `extend_seq_lens` of each request's `seq_lens` positions; all keys and values are in the pool already.
+    """The last `extend_seq_lens` of each request's `seq_lens` positions.
 
-    q, out: [T, heads, E]; request i's part starts at extend_start_loc[i]. tree_mask: for verification of a tree, of each
-    request in turn [new, new] laid flat: which of the new tokens a new token sees, in place of the causal order.
+    q, out: [T, heads, E]; request i's part starts at extend_start_loc[i]. Keys and values of earlier positions are read from the
+    pool, those of the new ones from k and v, or from the pool too where these are None. tree_mask: for verification of a tree,
+    of each request in turn [new, new] laid flat: which of the new tokens a new token sees, in place of the causal order.
 
     Raises:
-        NotImplementedError: cross attention, attention sinks or a scaled cache, which no text model here has.
+        NotImplementedError: cross attention, attention sinks or a scaled cache, which no text model here has; expanded keys
+            behind a prefix that the pool holds as latents, which SGLang attends to by another way.
     """
     _demand_plain(is_cross, sinks, k_scale, v_scale)
     told = (req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc)
@@ -120,7 +122,22 @@ def extend_attention(
             if window > 0:
                 mask &= key > query - window
         part = slice(start, start + new)
-        out[part] = attend(q[part], k_pool[slots], v_pool[slots], mask, scale, logit_cap)
+        keys, values = (_seen(x, pool, part, slots) for x, pool in ((k, k_pool), (v, v_pool)))
+        out[part] = attend(q[part], keys, values, mask, scale, logit_cap)
+
+
+def _seen(fresh: Tensor | None, pool: Tensor, part: slice, slots: Tensor) -> Tensor:
+    """[K, kv_heads, E] of one request. Latent attention keeps one latent a token in the pool, and its prefill brings the keys
+    and values of all heads: then the two differ in shape, and nothing may stand before the new tokens."""
+    if fresh is None:
+        return pool[slots]
+    new = fresh[part] if fresh.dim() == 3 else fresh[part].view(-1, *pool.shape[1:])
+    before = slots[: len(slots) - len(new)]
+    if not len(before):
+        return new
+    if new.shape[1:] != pool.shape[1:]:
+        raise NotImplementedError("a prefix of latents beside expanded keys is not part of this stand-in")
+    return torch.cat([pool[before], new.to(pool.dtype)])
 
 
 def _demand_plain(is_cross: bool, sinks: Tensor | None, k_scale: float, v_scale: float) -> None:

@@ -63,6 +63,25 @@ def by_domain(
     }
 
 
+def gain(
+    before: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]], seed: int = 0
+) -> tuple[float, float, float]:
+    """Accept length of `now` less that of `before`, with its 95 % interval; both (tokens, verifications) of the same answers.
+
+    The same answers are drawn for both, so that what differs between answers cancels: much narrower than two intervals.
+    """
+    assert len(before) == len(now), "not the same answers"
+    a, b = (np.array(pairs, dtype=np.int64).reshape(-1, 2) for pairs in (before, now))
+    if not len(a) or not (a[:, 1].sum() and b[:, 1].sum()):
+        return 0.0, 0.0, 0.0
+    drawn = np.random.default_rng(seed).integers(0, len(a), (_RESAMPLES, len(a)))
+    sums = (a[drawn].sum(axis=1), b[drawn].sum(axis=1))  # [resamples, 2]
+    old, new = (np.where(s[:, 1] > 0, s[:, 0] / np.maximum(s[:, 1], 1), 1.0) for s in sums)
+    low, high = np.percentile(new - old, _INTERVAL)
+    here = _ratio(*map(float, b.sum(axis=0))) - _ratio(*map(float, a.sum(axis=0)))
+    return here, float(low), float(high)
+
+
 def _ratio(tokens: float, verifications: float) -> float:
     return tokens / verifications if verifications else 1.0
 

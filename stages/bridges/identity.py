@@ -19,7 +19,7 @@ def fingerprint(store: ForeignStore) -> str:
     all its bytes, so there any change shows; a .safetensors has no sums, and pages spread over it stand for the rest.
     """
     sha = hashlib.sha256(canonical(store.configs))
-    with progress(len(store.files), "adopt: what the store is", "files") as advance:
+    with progress(len(store.files), "what the store is", "files") as advance:
         for file in store.files:
             sha.update(canonical([file.path, file.bytes]))
             sha.update(_parts(store.root / file.path, file.bytes))

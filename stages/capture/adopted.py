@@ -132,7 +132,7 @@ def _run(ids: Tensor) -> int:
 
 
 def _key(ids: Tensor) -> bytes:
-    return hashlib.sha256(ids.to(torch.int32).numpy().tobytes()).digest()
+    return hashlib.sha256(ids.long().numpy().tobytes()).digest()  # not int32: an id beyond it would become another one
 
 
 class Adoption:

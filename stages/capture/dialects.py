@@ -9,7 +9,9 @@ a wrong one. Facts, for a target of n layers (n = 61 in the examples; ids as wri
                          (since 0.5.13, PR 25454): +1 only when the first id is 1
                          gpt_oss since 0.5.17: as written when the largest id is n, which it then captures; else id+1
                          DeepSeek-V4: never +1
-                         default 2, n//2, n-3 (input of layer i); doubles dropped in silence; cannot capture point n
+                         default 2, n//2, n-3 (input of layer i); cannot capture point n
+                         doubles and ids out of reach are dropped in silence; DeepSeek's class of 0.5.23 breaks off at them
+                         ("captured 2 of 3 aux hidden states")
     sglang_before_25454  up to 0.5.12: always id+1, DeepSeek and Kimi too (gpt_oss up to 0.5.16)
     specforge, torchspec, nemo_automodel, model_optimizer (its "eagle" preset)
                          output of 0-based layer                    1,29,57 -> 2,30,58       default 1, n//2-1, n-4
@@ -114,7 +116,7 @@ def dialect_of(tool: str, version: str | None = None, model_type: str = "") -> s
     _dialect(tool)
     if version is None or tool not in _ERAS:
         return tool
-    numbers = re.match(r"v?(\d+(?:\.\d+)+)", version.strip())
+    numbers = re.match(r"v?(\d{1,9}(?:\.\d{1,9})+)", version.strip())
     if numbers is None:
         raise EngineError(
             f"This is no version of {tool}",

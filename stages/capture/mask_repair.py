@@ -1,9 +1,9 @@
-"""Loss masks against the tokens they stand beside, and rows with their masks mended. States are never touched."""
+"""Loss masks against the tokens they stand beside, and the masks that are to stand there. States are never touched."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import PurePosixPath
 
 import torch
@@ -14,38 +14,11 @@ from stages.capture.mask_order import MaskFacts, MaskOrder, find_order
 from stages.capture.masks import Masks
 from stages.contracts.errors import DataError
 
-_DO = (
-    "rebuild the masks from the tokens (`rebuild_masks` in stages/capture/mask_repair.py); the states are these tokens', so "
-    "nothing is extracted again"
+_MEND = (
+    "`python -m stages.mend_masks FOLDER OUT` writes a copy with every mask in its place; adopted (capture.adopt), rows take the "
+    "prepared masks. The states are these tokens', so nothing is extracted again"
 )
-
-
-@dataclass(frozen=True, eq=False)
-class MendedRow:
-    """A row with another mask: all else is the row's own, not a copy."""
-
-    row: RowLike
-    loss_mask: Tensor
-
-    @property
-    def index(self) -> int | str:
-        return self.row.index
-
-    @property
-    def file(self) -> str:
-        return self.row.file
-
-    @property
-    def input_ids(self) -> Tensor:
-        return self.row.input_ids
-
-    @property
-    def aux(self) -> tuple[Tensor, ...]:
-        return self.row.aux
-
-    @property
-    def last(self) -> Tensor | None:
-        return self.row.last
+_ADOPT = "adopted (capture.adopt), rows take the prepared masks; else leave the row out"
 
 
 def mask_facts(row: RowLike, masks_of: Masks | None) -> MaskFacts | None:
@@ -67,7 +40,8 @@ def folder_of(file: str) -> str:
 
 def mask_findings(files: dict[int, str], rows: list[MaskFacts]) -> Iterator[Finding]:
     """What the masks of one folder show; files: by number."""
-    order = find_order(rows)
+    explained = explain({row.number: row for row in rows})
+    order = explained[0] if explained else None
     if order is not None:
         yield _permuted(files, order)
     for row in rows:
@@ -78,7 +52,9 @@ def mask_findings(files: dict[int, str], rows: list[MaskFacts]) -> Iterator[Find
             continue
         what, expected = "A loss mask is not the one that the tokens give", f"{sum(row.right)} supervised tokens"
         found = f"{sum(row.mask)}; {len(differ)} of {row.tokens} tokens differ, the first is token {differ[0]}"
-        yield Finding("mask", files[row.number], row.number, what, expected, found, _DO, detail={"differ": len(differ)})
+        yield Finding(
+            "mask", files[row.number], row.number, what, expected, found, _ADOPT, detail={"differ": len(differ)}
+        )
 
 
 def _permuted(files: dict[int, str], order: MaskOrder) -> Finding:
@@ -91,45 +67,52 @@ def _permuted(files: dict[int, str], order: MaskOrder) -> Finding:
     )
     what = "Loss masks stand beside other rows' tokens"
     detail = {"batch": order.batch, "starts": order.starts, "misplaced": order.misplaced, "source": order.source}
-    return Finding("mask_order", folder_of(files[one]), None, what, "each row's own mask", found, _DO, detail=detail)
+    return Finding("mask_order", folder_of(files[one]), None, what, "each row's own mask", found, _MEND, detail=detail)
 
 
-def rebuild_masks(rows: Iterable[RowLike], masks_of: Masks) -> Iterator[MendedRow]:
-    """The rows with the masks that their tokens give.
-
-    Raises:
-        DataError: a row in which nothing would be supervised: the rule is another template's.
-    """
-    for row in rows:
-        mask = masks_of(row.input_ids)
-        if not mask.any():
-            raise DataError(
-                "No loss mask can be rebuilt for a row",
-                where=f"{row.file}: {row.index}",
-                expected="an assistant's header and an answer behind it",
-                got=f"{len(row.input_ids)} tokens without one",
-                do="check that the template is the one that the rows were rendered with, or leave the row out",
-            )
-        yield MendedRow(row, mask)
+def explain(rows: Mapping[int, MaskFacts]) -> tuple[MaskOrder, Mapping[int, MaskFacts]] | None:
+    """What puts a folder's masks in order, and the rows it was told from: with what the template says of their masks, or by
+    lengths alone where the masks follow another rule than the template's."""
+    plain = {number: replace(row, right=None) for number, row in rows.items()}
+    for told in (rows, plain):
+        if (order := find_order(list(told.values()))) is not None:
+            return order, told
+    return None
 
 
-def reorder_masks(rows: Iterable[RowLike], order: MaskOrder) -> Iterator[MendedRow]:
-    """The rows of one folder with their own masks back, taken from the files where they stand: needs no template.
+def own_masks(
+    files: Mapping[int, str], rows: Mapping[int, MaskFacts], order: MaskOrder
+) -> tuple[dict[int, bytes], set[int]]:
+    """The masks of the rows that stand beside another row's, by the number of the file, and which of them were made.
+
+    A row's own mask is taken where it stands whole in another file; else it is made from the tokens.
+
+    Args:
+        files, rows: of one folder, by number; a row that could not be read is missing.
 
     Raises:
-        DataError: a mask that was cut to the length of the shorter row it stood beside, or whose file is missing.
+        DataError: a mask that was cut to the length of the shorter row it stands beside, or whose file is missing, where no
+            template tells the mask, or the template finds nothing to supervise.
     """
-    known = list(rows)
-    masks = {row.index: row.loss_mask for row in known}
-    for row in known:
-        source = order.source[int(row.index)]
-        mask = masks.get(source)
-        if mask is None or len(mask) < len(row.input_ids):
-            raise DataError(
-                "A row's own mask is not whole",
-                where=f"{row.file}: its mask stands beside row {source}",
-                expected=f"{len(row.input_ids)} values",
-                got="no such row" if mask is None else f"{len(mask)}, cut to that row's length",
-                do="rebuild the masks from the tokens instead, which needs the target's chat template",
-            )
-        yield MendedRow(row, mask[: len(row.input_ids)])
+    masks, made = dict[int, bytes](), set[int]()
+    for number in order.misplaced:
+        row, beside = rows[number], rows.get(order.source[number])
+        if beside is not None and len(beside.mask) >= row.tokens:
+            masks[number] = beside.mask[: row.tokens]
+        else:
+            masks[number] = _made(files[number], row, order.source[number], beside)
+            made.add(number)
+    return masks, made
+
+
+def _made(file: str, row: MaskFacts, source: int, beside: MaskFacts | None) -> bytes:
+    """The mask that a row's tokens give."""
+    if row.right is None or not any(row.right):
+        raise DataError(
+            "A row's own mask is not whole" if row.right is None else "No loss mask can be rebuilt for a row",
+            where=f"{file}: its mask stands in number {source}",
+            expected=f"{row.tokens} values, or a chat template that gives them: an assistant's header and an answer",
+            got="no such row" if beside is None else f"{len(beside.mask)}, cut to that row's length",
+            do="put the target at hand (target.origin in params.yaml), whose template rebuilds masks; or leave the row out",
+        )
+    return row.right

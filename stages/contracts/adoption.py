@@ -1,15 +1,18 @@
-"""What crossed the border between this line and another tool's store: adopted from one, or handed over to one."""
+"""What crossed the border between this line and another tool's store: adopted from one, handed over to one, or mended in one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
+from pydantic import BaseModel, ConfigDict
+
 from stages.contracts.files import Fact
 from stages.contracts.manifest import HIDDEN_STATES
 
 ADOPTION = HIDDEN_STATES / "adopted.json"
 HANDED_OVER = "handed_over.json"
+MENDED_MASKS = "mended_masks.json"
 
 
 class AdoptionRecord(Fact):
@@ -69,3 +72,33 @@ class HandOver(Fact):
     @classmethod
     def path(cls, root: Path) -> Path:
         return root / HANDED_OVER
+
+
+class MendedFolder(BaseModel):
+    """One folder whose masks stood beside other rows' tokens. batch: rows in a batch, 0 when the folder is smaller than one;
+    rows: numbers of the files that hold another mask now."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch: int
+    rows: tuple[int, ...]
+
+
+class MendedMasks(Fact):
+    """mended_masks.json at the root of a copy of another tool's store in which every row has its own loss mask again.
+
+    store_fingerprint: of the original; folders: by name, "." for the root; rebuilt_rows: whose mask was made from their tokens,
+    since it was nowhere whole; unread: files that could not be read, which stand in the copy as they were, with the reason.
+    """
+
+    version: Literal[1] = 1
+    store_fingerprint: str
+    rows: int
+    mended_rows: int
+    rebuilt_rows: int
+    folders: dict[str, MendedFolder]
+    unread: dict[str, str]
+
+    @classmethod
+    def path(cls, root: Path) -> Path:
+        return root / MENDED_MASKS

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from stages.contracts.errors import DataError
 from stages.contracts.files import Fact
 from stages.contracts.manifest import CaptureSpec, TargetIdentity
@@ -14,8 +16,26 @@ DRAFT = Path("models/draft")
 DRAFT_RECORD = "draft_record.json"
 
 
+class DraftStart(Fact):
+    """The draft that training went on from. draft_digest: of its record; weights_digest: of its tensors' file.
+
+    vocabulary: `keep` has that draft's ids, `rebuild` those of the merged set; ids_kept and ids_new: of this draft's ids,
+    those that it had already and those that start from the target's own head; ids_of_merged: of the merged set's ids,
+    those that this draft can say; coverage_train: share of supervised training tokens that it can say.
+    """
+
+    draft_digest: str
+    weights_digest: str
+    vocabulary: Literal["keep", "rebuild"]
+    ids_kept: int
+    ids_new: int
+    ids_of_merged: int
+    coverage_train: float
+
+
 class DraftRecord(Fact):
-    """models/draft/draft_record.json; its digest is the draft's name everywhere else."""
+    """models/draft/draft_record.json; its digest is the draft's name everywhere else. start: none when training started
+    from the target; nothing is said of it then."""
 
     version: Literal[1] = 1
     algorithm: Literal["eagle3"] = "eagle3"
@@ -32,6 +52,7 @@ class DraftRecord(Fact):
     layer_ids: tuple[int, ...]
     weights_digest: str
     config_digest: str
+    start: DraftStart | None = Field(default=None, exclude_if=lambda start: start is None)
 
     @property
     def points(self) -> tuple[int, ...]:

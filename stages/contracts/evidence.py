@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from stages.contracts.files import Fact
+from stages.contracts.policy import POLICY as POLICY
+from stages.contracts.policy import PolicyLevel as PolicyLevel
+from stages.contracts.policy import ServingPolicy as ServingPolicy
 
 TRAIN_METRICS = Path("reports/train.json")
 TRAIN_CURVES = Path("reports/curves")
 SERVE_EVIDENCE = Path("reports/serve_validate.json")
 BENCHMARK_EVIDENCE = Path("reports/benchmark.json")
-POLICY = Path("reports/policy.json")
 
 
 class AcceptLength(Fact):
@@ -30,7 +34,9 @@ class AcceptLength(Fact):
 
 
 class TrainMetrics(Fact):
-    """reports/train.json: held-out figures of the exported draft, simulated from stored states."""
+    """reports/train.json: held-out figures of the exported draft, simulated from stored states. train_like: the same of a
+    sample of the training rows; stopped_after: the step after which nothing improved any more, where that ended the run;
+    both left out where there is none."""
 
     draft_digest: str
     train_loss: float
@@ -39,6 +45,8 @@ class TrainMetrics(Fact):
     by_domain: dict[str, AcceptLength]
     optimizer_steps: int
     parameters: int
+    train_like: AcceptLength | None = Field(default=None, exclude_if=lambda found: found is None)
+    stopped_after: int | None = Field(default=None, exclude_if=lambda step: step is None)
 
 
 class ParitySlot(Fact):
@@ -130,37 +138,6 @@ class Ratio(Fact):
     low: float
     high: float
     confidence: float = 0.95
-
-
-class PolicyLevel(Fact):
-    min_batch: int
-    draft_steps: int
-    ratio: float
-    low: float
-    high: float
-
-
-class ServingPolicy(Fact):
-    """reports/policy.json: draft steps by running batch size, 0 = plain decoding.
-
-    `levels` ascend by min_batch; a level holds until the next. Beyond `measured_up_to` speculation is off.
-    """
-
-    version: Literal[1] = 1
-    draft_digest: str
-    engine: str
-    engine_version: str
-    device: str
-    levels: tuple[PolicyLevel, ...]
-    measured_up_to: int
-
-    def steps_for(self, batch: int) -> int:
-        """Draft steps for a running batch of `batch` requests (at least 1)."""
-        steps = 0
-        for level in self.levels:
-            if batch >= level.min_batch:
-                steps = level.draft_steps
-        return 0 if batch > self.measured_up_to else steps
 
 
 class BenchmarkEvidence(Fact):

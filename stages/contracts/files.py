@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,6 +77,21 @@ def write_whole(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        aside.replace(path)
+        _fsync(path.parent)
+    finally:
+        remove(aside)
+
+
+def copy_whole(source: Path, path: Path) -> None:
+    """Copy a file aside, fsync, rename: a reader sees the old bytes or all of the new ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path)
+    aside = aside_of(path, "part")
+    try:
+        with _named(path):
+            shutil.copyfile(source, aside)
+            _fsync(aside)
         aside.replace(path)
         _fsync(path.parent)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError, model_validator
 
@@ -16,6 +16,7 @@ from stages.contracts.errors import ParamsError
 from stages.contracts.sections.base import Section
 from stages.contracts.sections.gates import DeploymentGate, ExtractionGate, Gates, TrainingGate
 from stages.contracts.sections.prepare import Answers, Prepare, Rendering, Source
+from stages.contracts.sections.registry import Promotion, Registry
 from stages.contracts.sections.serve import Benchmark, Serve, SGLang
 from stages.contracts.sections.states import Capture, Merge
 from stages.contracts.sections.target import Target
@@ -31,6 +32,8 @@ __all__ = [
     "Merge",
     "Params",
     "Prepare",
+    "Promotion",
+    "Registry",
     "Rendering",
     "SGLang",
     "Serve",
@@ -39,7 +42,12 @@ __all__ = [
     "Train",
     "TrainingGate",
     "load_params",
+    "load_promotion",
+    "load_registry",
 ]
+
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Params(Section):
@@ -51,6 +59,8 @@ class Params(Section):
     serve: Serve
     benchmark: Benchmark
     gates: Gates
+    registry: Registry
+    promotion: Promotion
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Params:
@@ -73,13 +83,45 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     except ValidationError as error:
         faults = [in_words(f, Params) for f in error.errors() if f["loc"]]
         faults += between_sections(_sound(raw))
-        raise ParamsError(
-            f"params.yaml has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
-            where=str(path),
-            expected="keys and ranges as commented in params.yaml",
-            got="\n    " + "\n    ".join(faults),
-            do="mend each line named",
-        ) from error
+        raise _faulty(path, faults) from error
+
+
+def load_registry(path: Path = Path("params.yaml")) -> Registry:
+    """The section that says where releases stand: what the other sections say is no reason against a rollback.
+
+    Raises:
+        ParamsError: no file, no YAML, no such section, or faults in it, all of them named.
+    """
+    return _section(path, "registry", Registry)
+
+
+def load_promotion(path: Path = Path("params.yaml")) -> Promotion:
+    """The section that says what a promotion demands.
+
+    Raises:
+        ParamsError: as `load_registry`.
+    """
+    return _section(path, "promotion", Promotion)
+
+
+def _section(path: Path, name: str, kind: type[SectionT]) -> SectionT:
+    raw = read_sections(path)
+    try:
+        return kind.model_validate(raw.get(name))
+    except ValidationError as error:
+        for fault in (faults := error.errors()):
+            fault["loc"] = (name, *fault["loc"])
+        raise _faulty(path, [in_words(fault, Params) for fault in faults]) from error
+
+
+def _faulty(path: Path, faults: list[str]) -> ParamsError:
+    return ParamsError(
+        f"params.yaml has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
+        where=str(path),
+        expected="keys and ranges as commented in params.yaml",
+        got="\n    " + "\n    ".join(faults),
+        do="mend each line named",
+    )
 
 
 def _sound(raw: Mapping[Any, Any]) -> dict[str, Section]:

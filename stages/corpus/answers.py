@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 from stages.contracts.errors import EngineError, LineError
 from stages.contracts.files import canonical, digest, write_whole
 from stages.contracts.progress import progress
+from stages.corpus.asked import Kept
 
 Finish = Literal["stop", "length", "empty", "refused", "mismatched", "failed"]
 UNANSWERED = {
@@ -31,6 +32,7 @@ UNANSWERED = {
 }  # reasons by finish
 Prompt = tuple[str, tuple[int, ...]]
 _POLL_S = 0.5
+_AT_ONCE = 8192  # prompts that an answerer is handed, longest first; more of them would be held in memory for nothing
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,11 @@ def answer_all(
     cache: Path,
     workers: int,
     max_failed_share: float = 0.0,
-) -> dict[str, Generated]:
-    """An answer for every prompt, from the cache where it is there.
+) -> Kept[Generated]:
+    """An answer for every prompt, from the cache where it is there; read from it as it is asked for.
 
     Args:
-        prompts: ids by prompt id.
+        prompts: ids by prompt id; asked for some thousand at a time.
         settings: all that decides an answer beside its prompt: weights, cap, temperature, seed.
         workers: processes; with 1 the answerer runs in this one.
         max_failed_share: of the prompts, those that may stay "failed". They are asked again by the next run.
@@ -79,16 +81,17 @@ def answer_all(
     write_whole(folder / "settings.json", canonical(dict(settings)))
     known, unfit = _read(folder)
     unanswered: dict[str, Generated] = {}
-    missing = sorted((p for p in prompts.items() if p[0] not in known), key=lambda p: (-len(p[1]), p[0]))
+    missing = [p for _, p in sorted((-len(ids), p) for p, ids in prompts.items() if p not in known)]
     if unfit:
         told = f"lines cut off or changed: {unfit} passed over; answers to generate: {len(missing)}"
         print(f"{folder}: {told}", file=sys.stderr)
     if missing:
         with progress(len(missing), "answers", "prompts") as advance:
             if workers == 1 or len(missing) == 1:
-                _work(answerer, missing, folder / "worker-0.jsonl", advance, unanswered)
+                _work(answerer, prompts, missing, folder / "worker-0.jsonl", advance, unanswered)
             else:
-                _share(answerer, missing, folder, min(workers, len(missing)), advance)
+                _share(answerer, prompts, missing, folder, min(workers, len(missing)), advance)
+        known.close()
         known, _ = _read(folder)
     absent = [p for p in prompts if p not in known and p not in unanswered]
     _demand_few(unanswered, len(prompts), max_failed_share, folder)
@@ -100,7 +103,11 @@ def answer_all(
             got=f"{len(absent)} missing, the first {absent[0]}",
             do="run it again; answers that are there are kept",
         )
-    return {p: known[p] if p in known else unanswered[p] for p in prompts}
+    known.keep(prompts)
+    for prompt, answer in unanswered.items():
+        if prompt not in known:
+            known.give(prompt, answer)
+    return known
 
 
 def outcomes(answers: Mapping[str, Generated], end_ids: frozenset[int]) -> dict[str, int]:
@@ -130,18 +137,23 @@ def _demand_few(unanswered: Mapping[str, Generated], asked: int, max_share: floa
         )
 
 
-def _read(folder: Path) -> tuple[dict[str, Generated], int]:
+def _read(folder: Path) -> tuple[Kept[Generated], int]:
     """Answers of all workers' files, and the number of lines passed over because they are not as they were written."""
-    known: dict[str, Generated] = {}
+    known: Kept[Generated] = Kept(_answer_of)
     unfit = 0
     for path in sorted(folder.glob("worker-*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            answer = _parse(line)
-            if answer is not None:
-                known[answer[0]] = answer[1]
+        for line, note in known.lines(path):
+            if (answer := _parse(line)) is not None:
+                note(answer[0])
             elif line.strip():
                 unfit += 1
     return known, unfit
+
+
+def _answer_of(line: bytes) -> Generated:
+    answer = _parse(line)
+    assert answer is not None, "a line that was whole is not any more"
+    return answer[1]
 
 
 def _parse(line: bytes) -> tuple[str, Generated] | None:
@@ -167,12 +179,13 @@ def _line_digest(prompt: str, finish: str, said: Sequence[int] | str) -> str:
 
 def _work(
     answerer: Answerer,
-    prompts: Sequence[Prompt],
+    prompts: Mapping[str, tuple[int, ...]],
+    names: Sequence[str],
     path: Path,
     told: Callable[[int, str], None],
     unanswered: dict[str, Generated],
 ) -> None:
-    """Answer `prompts`, append each answer to `path` and tell of it; refusals and failures go to `unanswered` alone."""
+    """Answer the prompts `names`, append each answer to `path` and tell of it; refusals and failures go to `unanswered` alone."""
     cut = path.exists() and not path.read_bytes().endswith(b"\n")
     tokens = 0
     with path.open("a", encoding="utf-8") as file:
@@ -190,17 +203,25 @@ def _work(
             tokens += len(ids)
             told(1, f"{tokens} tokens" + (f", {len(unanswered)} unanswered" if unanswered else ""))
 
-        answerer(prompts, on_answer)
+        for start in range(0, len(names), _AT_ONCE):
+            answerer([(name, prompts[name]) for name in names[start : start + _AT_ONCE]], on_answer)
 
 
 def _share(
-    answerer: Answerer, prompts: Sequence[Prompt], folder: Path, workers: int, advance: Callable[..., None]
+    answerer: Answerer,
+    prompts: Mapping[str, tuple[int, ...]],
+    names: Sequence[str],
+    folder: Path,
+    workers: int,
+    advance: Callable[..., None],
 ) -> None:
-    """Deal the prompts, longest first, to `workers` processes and wait for all of them."""
+    """Deal the prompts `names`, longest first, to `workers` processes and wait for all of them."""
     context = multiprocessing.get_context("spawn")
     news: Any = context.Queue()
     running = [
-        context.Process(target=_worker, args=(answerer, prompts[i::workers], folder, i, news, os.getpid()), daemon=True)
+        context.Process(
+            target=_worker, args=(answerer, prompts, names[i::workers], folder, i, news, os.getpid()), daemon=True
+        )
         for i in range(workers)
     ]
     for process in running:
@@ -229,7 +250,15 @@ def _share(
             process.join()
 
 
-def _worker(answerer: Answerer, prompts: Sequence[Prompt], folder: Path, index: int, news: Any, parent: int) -> None:
+def _worker(
+    answerer: Answerer,
+    prompts: Mapping[str, tuple[int, ...]],
+    names: Sequence[str],
+    folder: Path,
+    index: int,
+    news: Any,
+    parent: int,
+) -> None:
     """A process of `_share`: news is None for an answer and text for a fault. It ends when its parent is gone."""
 
     def told(count: int, note: str) -> None:
@@ -238,6 +267,6 @@ def _worker(answerer: Answerer, prompts: Sequence[Prompt], folder: Path, index: 
         news.put(None)
 
     try:
-        _work(answerer, prompts, folder / f"worker-{index}.jsonl", told, {})
+        _work(answerer, prompts, names, folder / f"worker-{index}.jsonl", told, {})
     except LineError as error:
         news.put(error.text())

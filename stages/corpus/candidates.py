@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from stages.corpus.conversations import prompt_of
 from stages.corpus.grams import words_of
 from stages.corpus.items import Item, Message, Reject
-from stages.corpus.quality import has_supervised_pair, prompt_words
+from stages.corpus.quality import has_supervised_pair, prompt_words, repeats_itself
 from stages.corpus.ready import ReadyRows
-from stages.corpus.rendering import Renderer
+from stages.corpus.rendering import GivenRow, Renderer
 from stages.corpus.shapes import Ready
-from stages.corpus.split import prompt_id, split_of
-from stages.corpus.spool import Candidate
+from stages.corpus.split import prompt_id, row_id, split_of
+from stages.corpus.spool import Candidate, Given
 
 if TYPE_CHECKING:
     from stages.contracts.params import Prepare, Source
@@ -28,24 +27,33 @@ def asked(item: Item, prepare: Prepare, renderer: Renderer) -> Candidate:
     Raises:
         RowFault: the template refuses it.
     """
-    messages = prompt_of(item.messages)
-    ids = np.asarray(renderer.prompt(messages, item.tools), np.int32)
-    return _make(item.item, prompt_id(ids), ids, messages, prepare)
+    item = item.asked()
+    return asked_row(item, renderer.prompt(item.messages, item.tools), prepare)
 
 
-def given_rows(item: Item, prepare: Prepare, renderer: Renderer) -> list[Candidate | Reject]:
+def asked_row(item: Item, ids: Sequence[int], prepare: Prepare) -> Candidate:
+    """The prompt `item`, which has the token ids `ids`."""
+    array = np.asarray(ids, np.int32)
+    return _make(item.item, prompt_id(array), array, item.messages, prepare)
+
+
+def given_rows(
+    item: Item, rows: Sequence[GivenRow], prepare: Prepare, end_ids: frozenset[int]
+) -> list[Candidate | Reject]:
     """Rows with the answers they came with; beyond max_row_tokens a row is cut and counts as capped. A conversation's rows
     keep to one side of the split, that of its first prompt."""
-    rows = renderer.given(item.messages, item.tools)
-    side = prompt_id(rows[0].ids[: rows[0].prompt_tokens])
+    first = rows[0]
+    side = prompt_id(first.ids[: first.prompt_tokens])
     taken: list[Candidate | Reject] = []
     for i, row in enumerate(rows):
         name = f"{item.item}#{row.messages}" if i else item.item
-        taken.append(_cut(name, row.ids, row.mask, item.messages[: row.messages], prepare, side))
+        taken.append(_cut(name, row.ids, row.mask, item.messages[: row.messages], prepare, side, end_ids))
     return taken
 
 
-def ready_row(item: Ready, source: Source, prepare: Prepare, ready: ReadyRows) -> Candidate | Reject:
+def ready_row(
+    item: Ready, source: Source, prepare: Prepare, ready: ReadyRows, end_ids: frozenset[int]
+) -> Candidate | Reject:
     """The row of an item that is past its rendering; its messages are what its tokens say.
 
     Raises:
@@ -68,18 +76,34 @@ def ready_row(item: Ready, source: Source, prepare: Prepare, ready: ReadyRows) -
         return Reject(item.item, "no prompt", "its first token is supervised")
     turns = [{"role": "user", "content": ready.said(ids[:start])}]
     turns.append({"role": "assistant", "content": ready.said(ids[start:])})
-    return _cut(item.item, ids, mask, turns, prepare, prompt_id(ids[:start]))
+    array = np.asarray(ids, np.int32)
+    return _cut(item.item, array, bytes(mask), turns, prepare, prompt_id(array[:start]), end_ids)
 
 
 def _cut(
-    item: str, ids: Sequence[int], mask: Sequence[int], messages: Sequence[Message], prepare: Prepare, side: str
+    item: str,
+    ids: npt.NDArray[np.int32],
+    mask: bytes,
+    messages: Sequence[Message],
+    prepare: Prepare,
+    side: str,
+    end_ids: frozenset[int],
 ) -> Candidate | Reject:
-    learnt = bytes(mask[: prepare.max_row_tokens])
+    learnt = mask[: prepare.max_row_tokens]
     if not has_supervised_pair(learnt):
         return Reject(item, "no supervised pair", f"{sum(learnt)} answer tokens within {prepare.max_row_tokens}")
-    kept = np.asarray(ids[: prepare.max_row_tokens], np.int32)
-    whole = (kept, learnt, len(ids) > len(kept))
+    kept = ids[: prepare.max_row_tokens]
+    whole = Given(kept, learnt, len(ids) > len(kept), row_id(kept, learnt), _loops(kept, learnt, end_ids))
     return _make(item, side, kept[: learnt.index(1)], messages, prepare, whole)
+
+
+def _loops(ids: npt.NDArray[np.int32], mask: bytes, end_ids: frozenset[int]) -> bool:
+    """Whether the last answer of a row loops."""
+    stop = mask.rindex(1) + 1
+    answer = ids[mask.rfind(0, 0, stop) + 1 : stop]
+    for end in end_ids:
+        answer = answer[answer != end]
+    return repeats_itself(answer)
 
 
 def _make(
@@ -88,19 +112,12 @@ def _make(
     prompt_ids: npt.NDArray[np.int32],
     messages: Sequence[Message],
     prepare: Prepare,
-    whole: tuple[npt.NDArray[np.int32] | None, bytes, bool] = (None, b"", False),
+    given: Given | None = None,
 ) -> Candidate:
-    """`side`: the prompt id that decides the split; `whole`: ids and mask of a row with its answers, and whether it was
-    cut."""
-    return Candidate(
-        item,
-        prompt_id(prompt_ids),
-        split_of(side, prepare.seed, prepare.held_out_share),
-        prompt_ids,
-        Candidate.messages_of(messages),
-        *whole,
-        messages,
-    )
+    """`side`: the prompt id that decides the split."""
+    split = split_of(side, prepare.seed, prepare.held_out_share)
+    told = Candidate.messages_of(messages)
+    return Candidate(item, prompt_id(prompt_ids), split, prompt_ids, told, given, messages)
 
 
 def asked_words(item: Item, ready: ReadyRows) -> list[str]:

@@ -39,9 +39,3 @@ def check_turns(messages: tuple[Message, ...], *, answered: bool) -> None:
                 raise RowFault("empty assistant turn")
             if not message["content"].strip():
                 raise RowFault("blank assistant turn")
-
-
-def prompt_of(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The conversation up to its last assistant turn, whose place a regenerated answer takes; all of it without one."""
-    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
-    return messages[:last]

@@ -22,10 +22,12 @@ Format = Literal["JSON lines", "JSON", "Parquet", "Arrow"]
 
 MAX_LINE_BYTES = 16 << 20  # one row is held in memory, not the file
 _HEAD_BYTES = 1 << 16
+_DECODER = json.JSONDecoder(parse_constant=no_number)
 _BATCH_ROWS = 256
 _BOM = b"\xef\xbb\xbf"
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _FOREIGN = (
     (b"\xff\xfe", "UTF-16 text", "`iconv -f UTF-16 -t UTF-8 FILE > NEW`, and name the new file in `path`"),
     (b"\xfe\xff", "UTF-16 text", "`iconv -f UTF-16 -t UTF-8 FILE > NEW`, and name the new file in `path`"),
@@ -48,8 +50,13 @@ class Opened:
         return self.format + (f", {self.packed}" if self.packed else "")
 
 
+class Line(bytes):
+    """A line of JSON lines, not yet parsed: whoever takes the row in does that, in a process of its own where there are
+    many."""
+
+
 def open_rows(blob: Blob) -> Opened:
-    """Recognise a file and stream its rows.
+    """Recognise a file and stream its rows; those of JSON lines as `Line`, which `value_of` parses.
 
     Raises:
         DataError: it is of no known format; while it is read: it is damaged or cut off in a way that hides how much is missing.
@@ -135,12 +142,17 @@ def _lines(blob: Blob, stream: BinaryIO) -> Iterator[Record]:
         if number == 1:
             raw = raw.removeprefix(_BOM)
         if raw.strip():
-            yield number, _value(raw)
+            yield number, Line(raw)
 
 
-def _value(raw: bytes) -> Any:
+def value_of(value: Any) -> Any:
+    """What a record holds, parsed: a value, or a RowFault."""
+    return _parsed(value) if isinstance(value, Line) else value
+
+
+def _parsed(raw: Line) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"), parse_constant=no_number)
+        return _DECODER.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         return RowFault("not UTF-8", str(error))
     except (ValueError, RecursionError) as error:
@@ -154,6 +166,8 @@ def _columns(blob: Blob, stream: BinaryIO, head: bytes) -> Iterator[Record]:
     while True:
         with sound(blob):
             batch = next(batches, None)
+            if batch is not None:
+                batch.validate(full=True)  # offsets that a flipped bit leads astray end the process otherwise
             rows = None if batch is None else batch.to_pylist(maps_as_pydicts="lossy")
         if rows is None:
             return
@@ -176,6 +190,10 @@ def _arrow(stream: BinaryIO, head: bytes) -> Iterator[Any]:
         file = pa.ipc.open_file(stream)
         batches: Iterator[Any] = (file.get_batch(i) for i in range(file.num_record_batches))
     else:
+        stream.seek(-len(_ARROW_END), io.SEEK_END)
+        if stream.read() != _ARROW_END:
+            raise EOFError("the stream has no end-of-stream mark: batches may be missing")
+        stream.seek(0)
         batches = iter(pa.ipc.open_stream(stream))
     for batch in batches:
         for start in range(0, batch.num_rows, _BATCH_ROWS):

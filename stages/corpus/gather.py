@@ -6,7 +6,8 @@ Sources are read once, in their order, into a spool on disk; then sift.py decide
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+import itertools
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,30 +15,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from stages.contracts.errors import DataError
 from stages.contracts.progress import progress
-from stages.corpus.candidates import asked, asked_words, given_rows, ready_row
-from stages.corpus.conversations import check_turns
-from stages.corpus.grams import LEAK_WORDS, Grams, KeptApart, grams, grams_of_rows, word_hashes
-from stages.corpus.items import Item, Reject, RowFault
-from stages.corpus.near import NEAR_WORDS, Signatures
+from stages.corpus.candidates import asked, asked_words
+from stages.corpus.grams import LEAK_WORDS, KeptApart, grams, word_hashes
+from stages.corpus.items import Item, Reject
+from stages.corpus.near import Signatures
+from stages.corpus.parallel import Processes
 from stages.corpus.quality import prompt_words
 from stages.corpus.ready import ReadyRows
 from stages.corpus.rendering import Renderer
-from stages.corpus.shapes import Ready
 from stages.corpus.sift import ALIKE, REASONS, Fate, Sift, Table
-from stages.corpus.sources import Reading, general_knowledge, read_files
-from stages.corpus.split import row_id
+from stages.corpus.sources import Reading, Record, general_knowledge, read_files
 from stages.corpus.spool import Candidate, Spool, Tally, candidates_of
+from stages.corpus.taking import Taken, Taker, begin, take
 
 if TYPE_CHECKING:
     from stages.contracts.params import Prepare, Source
 
 
-_TOGETHER = 256  # rows whose n-grams are made at once
-# A row, and whether it is a further one of its conversation: near its first by nature, so compared with no other.
-_Taken = tuple[Candidate | Reject, bool]
+_TOGETHER = 256  # rows that are tokenised at once
+_TOGETHER_BYTES = 4 << 20  # and no more of them than that
+_ALONE = 8  # so many times as many rows are taken in before other processes are started
+_Task = tuple["Source", list[Record | Item | Reject], int]
 
 
 @dataclass
@@ -57,8 +59,13 @@ class Gathered:
     @property
     def candidates(self) -> Iterator[Candidate]:
         """The candidates that stay, in the order of reading."""
+        for batch, wanted in self.batches():
+            yield from candidates_of(batch, wanted)
+
+    def batches(self) -> Iterator[tuple[pa.RecordBatch, npt.NDArray[np.bool_]]]:
+        """Candidates batch by batch, and which of them stay."""
         for start, batch in self.spool.batches():
-            yield from candidates_of(batch, self.fates[start : start + batch.num_rows] == Fate.KEPT)
+            yield batch, self.fates[start : start + batch.num_rows] == Fate.KEPT
 
     @property
     def kept(self) -> int:
@@ -103,68 +110,57 @@ class _Gathering:
         self.names = (folder / "names").open("wb")
         self.apart_ids: set[str] = set()
 
-    def read(self, number: int, source: Source, advance: Any) -> Gathered:
-        reading = Reading(source, self.prepare.seed, self.prepare.max_prompt_tokens)
-        gathered = Gathered(source, Spool(self.folder / source.name), shapes=reading.shapes)
-        waiting: list[_Taken] = []
-        for item in reading:
-            advance(1, source.name)
-            taken = [item] if isinstance(item, Reject) else self._taken(item, source)
-            gathered.extra_rows += len(taken) - 1
-            waiting += [(one, i > 0) for i, one in enumerate(taken)]
-            if len(waiting) >= _TOGETHER:
-                self._keep(waiting, number, gathered.spool)
-                waiting = []
-        self._keep(waiting, number, gathered.spool)
-        gathered.origin_digest, gathered.rows_read = reading.origin_digest, reading.rows_read
-        gathered.spool.close()
+    def read(self, advance: Any) -> list[Gathered]:
+        """All sources in their order."""
+        prepare = self.prepare
+        readings = [Reading(s, prepare.seed, prepare.max_prompt_tokens) for s in prepare.sources]
+        gathered = [Gathered(s, Spool(self.folder / s.name)) for s in prepare.sources]
+        tasks: deque[int] = deque()
+
+        def told() -> Iterator[_Task]:
+            for number, reading in enumerate(readings):
+                first = 0
+                for rows in _together(reading):
+                    tasks.append(number)
+                    yield reading.source, rows, first
+                    first += len(rows)
+
+        for taken in self._taken(told()):
+            number = tasks.popleft()
+            readings[number].note(taken.origin, taken.shapes)
+            gathered[number].spool.add(taken.candidates, taken.count, taken.rejects)
+            gathered[number].extra_rows += taken.extra
+            self._note(taken, number)
+            advance(taken.read, readings[number].source.name)
+        for of_source, reading in zip(gathered, readings, strict=True):
+            of_source.origin_digest, of_source.rows_read = reading.origin_digest, reading.rows_read
+            of_source.shapes = reading.shapes
+            of_source.spool.close()
         return gathered
 
-    def _taken(self, item: Item, source: Source) -> list[Candidate | Reject]:
-        """The rows of an item, one unless the template takes several for a conversation; or why there is none."""
-        try:
-            if isinstance(item, Ready):
-                rows = [ready_row(item, source, self.prepare, self.ready)]
-            else:
-                check_turns(item.messages, answered=source.answers == "given")
-                self.renderer.check_text(item.messages, item.tools)
-                if source.answers == "given":
-                    rows = given_rows(item, self.prepare, self.renderer)
-                else:
-                    rows = [asked(item, self.prepare, self.renderer)]
-        except RowFault as fault:
-            return [Reject(item.item, fault.reason, fault.detail)]
-        return [self._fit(row) for row in rows]
+    def _taken(self, tasks: Iterator[_Task]) -> Iterator[Taken]:
+        """Few rows are taken in here; with more of them, processes that do nothing else are worth their start."""
+        apart = frozenset(self.apart_ids)
+        here = Taker(self.prepare, self.renderer, self.ready, apart)
+        for task in itertools.islice(tasks, None if self.prepare.readers == 1 else _ALONE):
+            yield here.take(*task)
+        if (following := next(tasks, None)) is None:
+            return
+        rest = itertools.chain([following], tasks)
+        with Processes(self.prepare.readers, begin, (self.ready.target, self.prepare, apart)) as processes:
+            for task in rest:
+                if processes.ready:
+                    rest = itertools.chain([task], rest)
+                    break
+                yield here.take(*task)
+            yield from processes.in_order(rest, take)
 
-    def _fit(self, row: Candidate | Reject) -> Candidate | Reject:
-        if isinstance(row, Candidate):
-            n = len(row.prompt_ids)
-            if n > self.prepare.max_prompt_tokens:
-                return Reject(row.item, "prompt too long", f"{n} tokens", row.prompt_id)
-            if row.prompt_id in self.apart_ids:
-                return Reject(row.item, REASONS[Fate.DUPLICATE], ALIKE[Fate.DUPLICATE], row.prompt_id)
-        return row
-
-    def _keep(self, taken: Sequence[_Taken], source: int, spool: Spool) -> None:
-        """Spool what was taken and note what the sifting needs."""
-        hashes = [word_hashes(prompt_words(one.turns if isinstance(one, Candidate) else ())) for one, _ in taken]
-        leak = grams_of_rows(hashes, LEAK_WORDS)
-        near = grams_of_rows(
-            [h[:0] if further else h for h, (_, further) in zip(hashes, taken, strict=True)], NEAR_WORDS
-        )
-        for (one, _), words, close in zip(taken, leak, near, strict=True):
-            spool.add(one, words)
-            if isinstance(one, Candidate):
-                self._note(one, source, words, close)
-
-    def _note(self, one: Candidate, source: int, words: Grams, close: Grams) -> None:
-        held = one.split == "held_out"
-        whole = one.prompt_id if one.given_ids is None else row_id(one.given_ids, one.given_mask)
-        self.table.add(one.prompt_id, whole, source, held)
-        self.signatures.add(close, int(one.prompt_id[:8], 16))
-        self.names.write(bytes.fromhex(one.prompt_id))
-        if held and len(words):
-            self.kept_apart.add(one.prompt_id, words)
+    def _note(self, taken: Taken, source: int) -> None:
+        self.table.add(taken.prompts, taken.rows, source, taken.held)
+        self.signatures.add(taken.signatures)
+        self.names.write(taken.prompts)
+        for prompt, words in taken.apart:
+            self.kept_apart.add(prompt, words)
 
     def set_apart(self) -> list[Candidate]:
         """The out-of-distribution prompts, and the texts of benchmark prompts: no training prompt may hold them."""
@@ -214,9 +210,23 @@ def gather(prepare: Prepare, renderer: Renderer, ready: ReadyRows, folder: Path)
     at_work = _Gathering(prepare, renderer, ready, folder)
     apart = at_work.set_apart()
     with progress(sum(s.limit for s in prepare.sources), "prompts", "read") as advance:
-        gathered = [at_work.read(i, source, advance) for i, source in enumerate(prepare.sources)]
+        gathered = at_work.read(advance)
     at_work.names.close()
     return _sifted(at_work, gathered, apart)
+
+
+def _together(reading: Reading) -> Iterator[list[Record | Item | Reject]]:
+    """Rows in lists of _TOGETHER, or fewer where they are long."""
+    rows: list[Record | Item | Reject] = []
+    held = 0
+    for row in reading:
+        rows.append(row)
+        held += row.bytes_held if isinstance(row, Record) else 0
+        if len(rows) == _TOGETHER or held >= _TOGETHER_BYTES:
+            yield rows
+            rows, held = [], 0
+    if rows:
+        yield rows
 
 
 def _sifted(at_work: _Gathering, gathered: list[Gathered], apart: list[Candidate]) -> Corpus:
@@ -226,7 +236,7 @@ def _sifted(at_work: _Gathering, gathered: list[Gathered], apart: list[Candidate
         of_source.first, of_source.fates = sift.of_source(i)
         of_source.details = sift.details
     sift.drop_duplicates()
-    sift.drop_leaks(at_work.kept_apart)
+    leaks = sift.drop_leaks(at_work.kept_apart)
     near = sift.near(at_work.signatures, prepare.near_duplicate_similarity)
     if prepare.near_duplicates == "drop":
         sift.drop_near(near, at_work.name)
@@ -243,7 +253,7 @@ def _sifted(at_work: _Gathering, gathered: list[Gathered], apart: list[Candidate
         gathered,
         apart,
         near=[(at_work.name(n.row), at_work.name(n.other), n.similarity) for n in kept],
-        leaks=[(at_work.name(row), name, share) for row, name, share in sift.leaks(at_work.kept_apart)],
+        leaks=[(at_work.name(row), name, share) for row, name, share in leaks if sift.fates[row] == Fate.KEPT],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Message = dict[str, Any]
@@ -16,6 +16,11 @@ class Item:
     item: str
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+
+    def asked(self) -> Item:
+        """The conversation up to its last assistant turn, whose place a regenerated answer takes; all of it without one."""
+        last = max((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), default=len(self.messages))
+        return replace(self, messages=self.messages[:last])
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,9 @@ class RowFault(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason, self.detail = reason, detail
         super().__init__(f"{reason}: {detail}")
+
+    def __reduce__(self) -> tuple[type[RowFault], tuple[str, str]]:
+        return type(self), (self.reason, self.detail)
 
 
 def seeded_order(seed: int, content: str) -> bytes:

@@ -13,7 +13,9 @@ from stages.contracts.errors import DataError
 from stages.corpus.items import RowFault
 from stages.corpus.places import Blob
 
-Record = tuple[int, Any]  # the row's number within its file, from 1, and what it holds: a value, or a RowFault
+Record = tuple[
+    int, Any
+]  # the row's number within its file, from 1, and what it holds: a value, a line of JSON, or a RowFault
 
 _READ_CHARACTERS = 1 << 16
 _WRAPPERS = ("data", "rows", "examples", "items", "instances")  # a JSON object that holds the rows in one list

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from stages.contracts.manifest import PreparedManifest
 from stages.contracts.quality import (
@@ -19,7 +22,6 @@ from stages.contracts.quality import (
     digest_of_rows,
 )
 from stages.corpus.gather import Corpus
-from stages.corpus.rows import Row
 
 _NAMED = 20  # rows that a list names
 Likeness = Sequence[tuple[str, str, float]]  # prompt id, what it is like, how much
@@ -44,17 +46,34 @@ class Measures:
         self._rows: dict[str, str] = dict.fromkeys(alike, "")
         self._domains: dict[str, _Domain] = {}
 
-    def take(self, row: Row) -> None:
-        of = self._domains.setdefault(row.domain, _Domain())
-        supervised = row.input_ids[row.loss_mask == 1]
-        of.rows += 1
-        of.tokens += len(row.input_ids)
+    def take(self, rows: pa.RecordBatch) -> Counter[str]:
+        """Take in rows as columns of rows.ROWS, all of one domain.
+
+        Returns:
+            How many rows, tokens, supervised ones, capped and repetitive rows they are, and rows by split.
+        """
+        ids, starts = _flat(rows.column("input_ids"))
+        mask, _ = _flat(rows.column("loss_mask"))
+        lengths = np.diff(starts)
+        supervised = ids[mask == 1]
+        capped = rows.column("finish").to_pylist().count("capped")
+        counts = Counter(rows.column("split").to_pylist())
+        counts |= Counter(rows=rows.num_rows, tokens=len(ids), supervised=len(supervised), capped=capped)
+        counts["repetitive"] = rows.column("repetitive").to_pylist().count(True)
+        of = self._domains.setdefault(rows.column("domain")[0].as_py(), _Domain())
+        of.rows += rows.num_rows
+        of.tokens += len(ids)
         of.supervised += len(supervised)
-        of.capped += row.finish == "capped"
-        of.lengths[min(len(row.input_ids).bit_length() - 1, LENGTH_BINS - 1)] += 1
+        of.capped += capped
+        of.lengths += np.bincount(np.minimum(np.frexp(lengths)[1] - 1, LENGTH_BINS - 1), minlength=LENGTH_BINS)
         of.bins += np.bincount(_bins(supervised), minlength=TOKEN_BINS)
-        if row.prompt_id in self._rows:
-            self._rows[row.prompt_id] = row.row_id
+        if self._rows:
+            for prompt, row in zip(
+                rows.column("prompt_id").to_pylist(), rows.column("row_id").to_pylist(), strict=True
+            ):
+                if prompt in self._rows:
+                    self._rows[prompt] = row
+        return counts
 
     def done(self, manifest: PreparedManifest, weights: Mapping[str, float | None]) -> PreparedQuality:
         """The figures of all rows taken. `weights` are those of the sources, by name; a source not named has none."""
@@ -94,6 +113,12 @@ class Measures:
             if self._rows[prompt] and self._rows.get(other, other)
         ]
         return tuple(sorted(found, key=lambda s: (-s.share, s.row_id, s.other)))
+
+
+def _flat(column: Any) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    """The values of a column of lists, one row after the other, and where each row starts, with the end of the last."""
+    starts = column.offsets.to_numpy()
+    return column.values.to_numpy()[starts[0] : starts[-1]], starts - starts[0]
 
 
 def _bins(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

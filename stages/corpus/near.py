@@ -5,8 +5,9 @@ Signatures go to a file, not to memory; the estimate of a Jaccard similarity of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ _COMPARED = 1 << 16
 _SCHEME = "affine32"
 
 Signature = npt.NDArray[np.uint32]
+# pairs (before, after) by number, and how alike they are: 12 bytes each; a share of 64 values is exact as float32
+_Edges = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,11 @@ class Signatures:
 
     def __init__(self, path: Path) -> None:
         self._path, self._file, self._count = path, path.open("wb"), 0
-        self._permutations = MinHash(_PERMUTATIONS, seed=1, scheme=_SCHEME).permutations
 
-    def add(self, of_prompt: Grams, otherwise: int) -> None:
-        """Take in a prompt by its grams; one without words by the number `otherwise`, so that it is like no other."""
-        values = (of_prompt & np.uint64(0xFFFFFFFF)).tolist() or [otherwise & 0xFFFFFFFF]
-        sketch = MinHash(_PERMUTATIONS, hashfunc=int, permutations=self._permutations, scheme=_SCHEME)
-        sketch.update_batch(values)
-        self._file.write(np.asarray(sketch.hashvalues, np.uint32).tobytes())
-        self._count += 1
+    def add(self, sketched: Signature) -> None:
+        """Take in the signatures of prompts, u32 [prompts, 64]."""
+        self._file.write(np.ascontiguousarray(sketched, np.uint32).tobytes())
+        self._count += len(sketched)
 
     def __len__(self) -> int:
         return self._count
@@ -65,15 +64,46 @@ class Signatures:
         if not self._count:
             return []
         table = np.memmap(self._path, np.uint32, "r", shape=(self._count, _PERMUTATIONS))
-        edges: dict[tuple[int, int], float] = {}
+        found: list[_Edges] = []
         for band in range(_BANDS):
             before, after = _neighbours(table, rank, band)
             if wanted is not None:
                 both = wanted[before] & wanted[after]
                 before, after = before[both], after[both]
-            for first, second, alike in _alike(table, before, after, similarity):
-                edges[(first, second)] = alike
-        return _greedy(edges, rank)
+            found += _alike(table, before, after, similarity)
+        return _greedy(found, rank)
+
+
+def sketched(prompts: Sequence[Grams], otherwise: Sequence[int]) -> Signature:
+    """The signatures of many prompts, u32 [prompts, 64]: what datasketch's `MinHash.update_batch` gives of each, by its own
+    permutations, computed for all of them at once.
+
+    Args:
+        prompts: their grams.
+        otherwise: a number for each, which stands for a prompt without words, so that it is like no other.
+    """
+    if not prompts:
+        return np.zeros((0, _PERMUTATIONS), np.uint32)
+    parts = [p if len(p) else np.asarray([o], np.uint64) for p, o in zip(prompts, otherwise, strict=True)]
+    starts = np.cumsum([0, *map(len, parts[:-1])])
+    hashes = _finished((np.concatenate(parts) & np.uint64(0xFFFFFFFF)).astype(np.uint32))
+    factors, addends = _permutations()
+    table = np.empty((len(parts), _PERMUTATIONS), np.uint32)
+    for i, (a, b) in enumerate(zip(factors, addends, strict=True)):  # a permutation at a time stays within the cache
+        table[:, i] = np.minimum.reduceat(hashes * a + b, starts)
+    return table
+
+
+@lru_cache(maxsize=1)
+def _permutations() -> npt.NDArray[np.uint32]:
+    return np.asarray(MinHash(_PERMUTATIONS, seed=1, scheme=_SCHEME).permutations, np.uint32)
+
+
+def _finished(h: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """MurmurHash3's 32-bit finisher, which datasketch puts before its affine permutations."""
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return h ^ (h >> np.uint32(16))
 
 
 def _neighbours(
@@ -95,18 +125,26 @@ def _neighbours(
 
 def _alike(
     table: Signature, before: npt.NDArray[np.int64], after: npt.NDArray[np.int64], similarity: float
-) -> Iterator[tuple[int, int, float]]:
+) -> Iterator[_Edges]:
     for start in range(0, len(before), _COMPARED):
         a, b = before[start : start + _COMPARED], after[start : start + _COMPARED]
         alike = (table[a] == table[b]).mean(1)
-        for i in np.flatnonzero(alike >= similarity):
-            yield int(a[i]), int(b[i]), float(alike[i])
+        near = alike >= similarity
+        if near.any():
+            yield a[near].astype(np.uint32), b[near].astype(np.uint32), alike[near].astype(np.float32)
 
 
-def _greedy(edges: dict[tuple[int, int], float], rank: npt.NDArray[np.uint64]) -> list[Near]:
+def _greedy(found: Sequence[_Edges], rank: npt.NDArray[np.uint64]) -> list[Near]:
     """In the order of their rank, prompts fall that are near to one that has not fallen."""
+    if not found:
+        return []
+    first, second, alike = (np.concatenate(part) for part in zip(*found, strict=True))
+    order = np.lexsort((rank[first], rank[second]))
+    first, second, alike = first[order], second[order], alike[order]
+    new = np.ones(len(first), bool)  # a pair meets in many bands
+    new[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
     fallen: dict[int, Near] = {}
-    for (first, second), alike in sorted(edges.items(), key=lambda e: (rank[e[0][1]], rank[e[0][0]])):
-        if first not in fallen and second not in fallen:
-            fallen[second] = Near(second, first, alike)
+    for a, b, share in zip(first[new].tolist(), second[new].tolist(), alike[new].tolist(), strict=True):
+        if a not in fallen and b not in fallen:
+            fallen[b] = Near(b, a, share)
     return [fallen[row] for row in sorted(fallen)]

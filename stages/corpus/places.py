@@ -6,6 +6,7 @@ ranges, all of one version of it.
 
 from __future__ import annotations
 
+import errno
 import glob
 import io
 import re
@@ -41,7 +42,7 @@ def find(path: str) -> list[Blob]:
     if path.startswith("s3://"):
         return _objects(path)
     root = Path(path)
-    if root.is_dir():
+    if _is_folder(root):
         names = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
         return [_file(root / n, n) for n in _rows_of(path, names)]
     paths = sorted(Path(p) for p in glob.glob(path, recursive=True) if Path(p).is_file())
@@ -49,6 +50,21 @@ def find(path: str) -> list[Blob]:
         raise _nothing(path)
     base = _fixed_part(path)
     return [_file(p, str(p.relative_to(base)) if base else p.name) for p in paths]
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise DataError(
+            "A source's path is longer than the file system allows",
+            where=f"{str(path)[:80]}… ({len(str(path))} characters)",
+            expected="names of at most 255 bytes, and not above 4,096 in all",
+            got=str(error.strerror),
+            do="mend `path` of this source in params.yaml",
+        ) from error
 
 
 def _file(path: Path, name: str) -> Blob:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from stages.contracts.files import file_digest
 from stages.contracts.manifest import PreparedManifest, PreparedSource, TargetIdentity
 from stages.contracts.progress import progress
@@ -16,8 +18,8 @@ from stages.corpus.answers import Generated
 from stages.corpus.gather import Corpus, Gathered, demand_rows
 from stages.corpus.items import Reject
 from stages.corpus.measure import Measures
-from stages.corpus.rows import OUT_OF_DISTRIBUTION, REJECTS, ROWS, Row, TableWriter, make_row, write_table
-from stages.corpus.spool import LateRejects, Tally
+from stages.corpus.rows import OUT_OF_DISTRIBUTION, REJECTS, ROWS, TableWriter, answered_rows, given_rows, write_table
+from stages.corpus.spool import LateRejects, Tally, candidates_of
 
 if TYPE_CHECKING:
     from stages.contracts.params import Prepare
@@ -47,7 +49,7 @@ def write_prepared(
     with TableWriter(folder / "rejects.parquet", REJECTS) as rejects, progress(total, "rows", "written") as advance:
         for of_source in corpus.gathered:
             name = of_source.source.name
-            made = (make_row(c, answers, of_source.source, prepare, end_ids, decode) for c in of_source.candidates)
+            made = _made(of_source, answers, prepare, end_ids, decode)
             late = LateRejects(of_source.spool)
             counts = _write_rows(folder / name / "rows.parquet", made, late, measures, advance)
             tally = Tally(Counter())
@@ -86,25 +88,39 @@ def _write_apart(path: Path, corpus: Corpus) -> None:
     write_table(path, OUT_OF_DISTRIBUTION, rows)
 
 
+def _made(
+    of_source: Gathered,
+    answers: Mapping[str, Generated],
+    prepare: Prepare,
+    end_ids: frozenset[int],
+    decode: Callable[[Any], str],
+) -> Iterator[tuple[pa.RecordBatch, list[Reject]]]:
+    """Rows of a source as columns, and what became no row, batch by batch."""
+    source = of_source.source
+    for batch, wanted in of_source.batches():
+        if source.answers == "given":
+            yield given_rows(batch, wanted, source, prepare)
+        else:
+            yield answered_rows(candidates_of(batch, wanted), answers, source, prepare, end_ids, decode)
+
+
 def _write_rows(
-    path: Path, made: Iterator[Row | Reject], late: LateRejects, measures: Measures, advance: Callable[..., None]
+    path: Path,
+    made: Iterator[tuple[pa.RecordBatch, list[Reject]]],
+    late: LateRejects,
+    measures: Measures,
+    advance: Callable[..., None],
 ) -> Counter[str]:
     """Write the rows and count them; those that were not kept go to `late`."""
     counts: Counter[str] = Counter()
     with TableWriter(path, ROWS) as writer:
-        for row in made:
-            advance(1)
-            if isinstance(row, Reject):
-                late.add(row)
-                continue
-            counts["rows"] += 1
-            counts[row.split] += 1
-            counts["tokens"] += len(row.input_ids)
-            counts["supervised"] += int(row.loss_mask.sum())
-            counts["capped"] += row.finish == "capped"
-            counts["repetitive"] += row.repetitive
-            measures.take(row)
-            writer.add(row)
+        for rows, rejects in made:
+            advance(rows.num_rows + len(rejects))
+            for reject in rejects:
+                late.add(reject)
+            if rows.num_rows:
+                counts.update(measures.take(rows))
+                writer.add_columns(rows)
     return counts
 
 

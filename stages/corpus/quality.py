@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from stages.corpus.grams import words_of
 from stages.corpus.items import Message
 
+_FACTOR = np.int64(0x9E3779B97F4A7C15 - 2**64)
 
-def repeats_itself(ids: Sequence[int], *, min_loop_tokens: int = 24, min_distinct: float = 0.5) -> bool:
+
+def repeats_itself(
+    ids: Sequence[int] | npt.NDArray[np.int32], *, min_loop_tokens: int = 24, min_distinct: float = 0.5
+) -> bool:
     """Whether an answer loops.
 
     Policy: an answer is repetitive when (a) it ends with one block of tokens three times or more, over at least
@@ -16,15 +23,25 @@ def repeats_itself(ids: Sequence[int], *, min_loop_tokens: int = 24, min_distinc
     `min_distinct` are distinct, which catches loops with a counter in them. The first sees a loop that runs into the
     token cap, the second one that the model left again. Pass the ids without the end-of-turn token.
     """
-    for period in range(1, len(ids) // 3 + 1):
+    array = np.asarray(ids, np.int64)
+    last = len(array) - 1
+    # a loop of this period has the last token a period earlier too; most periods fall here
+    for period in (np.flatnonzero(array[last - len(array) // 3 : last][::-1] == array[-1:]) + 1).tolist():
         matched = 0
-        while matched < len(ids) - period and ids[-1 - matched] == ids[-1 - matched - period]:
+        while matched < len(ids) - period and ids[last - matched] == ids[last - matched - period]:
             matched += 1
         looped = matched + period
         if looped >= 3 * period and looped >= min_loop_tokens:
             return True
     count = len(ids) - 3
-    return count >= 40 and len(set(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))) < min_distinct * count
+    exact = array.tolist()
+    if count < 40 or len(set(exact)) - 3 >= min_distinct * count:
+        return False  # of 4-grams, at least as many are distinct as of tokens, less the last three
+    folded = ((array[:-3] * _FACTOR + array[1:-2]) * _FACTOR + array[2:-1]) * _FACTOR + array[3:]
+    folded.sort()
+    if np.count_nonzero(folded[1:] != folded[:-1]) + 1 >= min_distinct * count:
+        return False  # distinct numbers are of distinct 4-grams; the reverse is counted
+    return len(set(zip(exact, exact[1:], exact[2:], exact[3:], strict=False))) < min_distinct * count
 
 
 def has_supervised_pair(mask: Sequence[int]) -> bool:

@@ -16,17 +16,17 @@ class ReadyRows:
     """Ids and masks of rows that stand ready, by the target's tokenizer; it is loaded with the first of them."""
 
     def __init__(self, target: Path) -> None:
-        self._target = target
+        self.target = target
 
     @cached_property
     def _tokenizer(self) -> Any:
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(str(self._target / "tokenizer.json"))
+        return Tokenizer.from_file(str(self.target / "tokenizer.json"))
 
     @cached_property
     def _vocab_size(self) -> int:
-        config = json.loads((self._target / "config.json").read_text())
+        config = json.loads((self.target / "config.json").read_text())
         return int(config.get("text_config", config)["vocab_size"])
 
     def whole(self, row: Ready) -> tuple[tuple[int, ...], tuple[int, ...]]:

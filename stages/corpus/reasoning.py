@@ -11,6 +11,7 @@ import re
 
 from stages.corpus.items import Message, RowFault
 
+_NAMES = ("reasoning_content", "reasoning", "thinking")
 OPEN, CLOSE = "<think>", "</think>"
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>|\Z)", re.DOTALL)  # harmony's reasoning
@@ -19,10 +20,10 @@ _EMPTY = re.compile(r"\s*<think>\s*</think>")
 
 def with_one_name(message: Message) -> Message:
     """The message with its reasoning under `reasoning_content`; older names for it are `reasoning` and `thinking`."""
-    told = next(
-        (message[n] for n in ("reasoning_content", "reasoning", "thinking") if isinstance(message.get(n), str)), None
-    )
-    kept = {n: v for n, v in message.items() if n not in ("reasoning_content", "reasoning", "thinking")}
+    if message.keys().isdisjoint(_NAMES):
+        return message
+    told = next((message[n] for n in _NAMES if isinstance(message.get(n), str)), None)
+    kept = {n: v for n, v in message.items() if n not in _NAMES}
     return kept if not told else {**kept, "reasoning_content": told}
 
 

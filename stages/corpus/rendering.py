@@ -18,26 +18,19 @@ import contextlib
 import datetime
 import json
 import re
+from array import array as array_of
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from stages.contracts.errors import DataError
+import numpy as np
+import numpy.typing as npt
+
 from stages.corpus.items import Message, RowFault
-from stages.corpus.reasoning import (
-    CLOSE,
-    beyond_thought,
-    demand_whole_thoughts,
-    opens_thought,
-    says_nothing_first,
-    split_thought,
-    thought_of,
-    with_one_name,
-    without_thought,
-)
-from stages.corpus.template import Template
-from stages.corpus.tools import calls_text, tools_message
+from stages.corpus.reasoning import beyond_thought
+from stages.corpus.template import Encoded, Template
+from stages.corpus.turns import Plan, Turn, Turns
 
 if TYPE_CHECKING:
     from stages.contracts.params import Rendering
@@ -57,13 +50,18 @@ class Rendered:
         return self.mask.index(1) if 1 in self.mask else len(self.mask)
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """An assistant turn as text: `before` is the server's prompt, `whole` is that and the turn."""
+@dataclass(frozen=True, eq=False)
+class GivenRow:
+    """The same as arrays: ids i32 [T] and mask bytes [T]."""
 
-    index: int
-    before: str
-    whole: str
+    ids: npt.NDArray[np.int32]
+    mask: bytes
+    messages: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the first supervised one."""
+        return self.mask.index(1) if 1 in self.mask else len(self.mask)
 
 
 class Renderer:
@@ -78,7 +76,7 @@ class Renderer:
         """
         date = datetime.date.fromisoformat(rendering.date) if rendering.date else None
         self._template = Template(folder, rendering.template_arguments, date)
-        self._policy = rendering
+        self._turns = Turns(self._template, rendering)
         tokenizer = self._template.tokenizer
         self.end_ids = _end_ids(folder, tokenizer)
         self.bos_id: int | None = tokenizer.bos_token_id
@@ -92,7 +90,8 @@ class Renderer:
             RowFault: with the token found.
         """
         said = [m["content"] for m in messages if m["role"] != "assistant"]
-        said.append(json.dumps(list(tools), ensure_ascii=False))
+        if tools:
+            said.append(json.dumps(list(tools), ensure_ascii=False))
         suspects = [text for text in said if self._suspect.search(text)]
         for token in self._control if suspects else ():
             if any(token in text for text in suspects):
@@ -142,7 +141,7 @@ class Renderer:
         Raises:
             RowFault: the template refuses the conversation, or drops part of it.
         """
-        plain, offered = self._as_requested(messages, tools)
+        plain, offered = self._turns.as_requested(messages, tools)
         return tuple(self._template.encode(self._template.text(plain, offered, generation=True)).ids)
 
     def given(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[Rendered, ...]:
@@ -154,23 +153,47 @@ class Renderer:
                 the header's token.
             DataError: a mask cannot be derived from the template.
         """
-        plain, offered = self._as_requested(messages, tools)
-        added = len(plain) - len(messages)
-        asked = [k for k, message in enumerate(plain) if message["role"] == "assistant"]
-        turns = [turn for k in asked if (turn := self._turn(plain, k, offered)) is not None]
-        if not turns:
-            raise RowFault("no reasoning", "the template writes an empty think block in front of every answer")
-        runs: list[list[_Turn]] = []
-        for turn in turns:
-            if runs and turn.before.startswith(runs[-1][-1].whole.rstrip()):
-                runs[-1].append(turn)
-            else:
-                runs.append([turn])
-        if len(runs) > 1 and self._policy.rewritten_history == "reject":
-            raise RowFault("template rewrites history", f"{len(turns)} turns would take {len(runs)} rows")
-        if self._policy.rewritten_history == "last":
-            runs = runs[-1:]
-        return tuple(self._row(run, added) for run in runs)
+        row = next(iter(self.given_many([(messages, tools)])))
+        if isinstance(row, RowFault):
+            raise row
+        return tuple(Rendered(tuple(r.ids.tolist()), tuple(r.mask), r.messages) for r in row)
+
+    def given_many(
+        self, conversations: Sequence[tuple[Sequence[Message], Sequence[dict[str, Any]]]]
+    ) -> list[list[GivenRow] | RowFault]:
+        """What `given` gives or raises of each, tokenised together.
+
+        Raises:
+            DataError: a mask cannot be derived from the template.
+        """
+        planned = [self._turns.plan(messages, tools) for messages, tools in conversations]
+        texts = [run[-1].whole for plan in planned if isinstance(plan, Plan) for run in plan.runs]
+        ids = iter(self._template.encode_many(texts))
+        made: list[list[GivenRow] | RowFault] = []
+        for plan in planned:
+            if isinstance(plan, RowFault):
+                made.append(plan)
+                continue
+            own = [next(ids) for _ in plan.runs]
+            try:
+                made.append([self._row(run, i, plan.added) for run, i in zip(plan.runs, own, strict=True)])
+            except RowFault as fault:
+                made.append(fault)
+        return made
+
+    def prompt_many(
+        self, conversations: Sequence[tuple[Sequence[Message], Sequence[dict[str, Any]]]]
+    ) -> list[list[int] | RowFault]:
+        """What `prompt` gives or raises of each, tokenised together."""
+        texts: list[str | RowFault] = []
+        for messages, tools in conversations:
+            try:
+                plain, offered = self._turns.as_requested(messages, tools)
+                texts.append(self._template.text(plain, offered, generation=True))
+            except RowFault as fault:
+                texts.append(fault)
+        ids = iter(self._template.encode_many([t for t in texts if isinstance(t, str)]))
+        return [next(ids) if isinstance(t, str) else t for t in texts]
 
     def text(self, ids: Sequence[int]) -> str:
         """Decoded text without special tokens."""
@@ -185,124 +208,33 @@ class Renderer:
             rest = rest.replace(token, "")
         return rest != said and rest.strip() in ("", "assistant")
 
-    def _as_requested(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> tuple[list[Message], list[dict[str, Any]]]:
-        """Messages and tools as a server's request handler hands them to the template."""
-        knows = self._template.knows
-        strange = sorted({m["role"] for m in messages if m["content"]} - knows.roles)
-        if strange:
-            raise RowFault(f"template drops {strange[0]} messages")
-        plain = [with_one_name(m) for m in messages]
-        if self._policy.think_tags == "split" and knows.reasoning:
-            plain = [split_thought(m) for m in plain]
-        asks = any(m.get("tool_calls") for m in plain)
-        if (tools and not knows.tools) or (asks and not knows.calls):
-            if self._policy.unknown_tools == "reject":
-                raise RowFault("template knows no tools")
-            plain = _tools_as_text(plain, () if knows.tools else tools, knows.calls)
-        return plain, [_wrapped(t) for t in tools] if knows.tools else []
-
-    def _turn(self, plain: list[Message], k: int, tools: list[dict[str, Any]]) -> _Turn | None:
-        """The server's prompt and the answer behind it, or None when no target would say it so.
-
-        An answer may make the template write what came before otherwise (its last tool calls lose their reasoning); then
-        the answer is rendered behind a history without reasoning.
-        """
-        before = self._template.text(plain[:k], tools, generation=True)
-        answer = self._answer(plain[:k], before, plain[k], tools)
-        if answer is None:
-            bare = [without_thought(m) for m in plain[:k]]
-            lean = self._template.text(bare, tools, generation=True)
-            answer = self._answer(bare, lean, plain[k], tools)
-            if answer is None:
-                self._tell_why(plain, k, before, tools, self._answer(bare, lean, without_thought(plain[k]), tools))
-        demand_whole_thoughts(before, answer)
-        unsaid = self._policy.empty_reasoning == "skip" and says_nothing_first(before, answer)
-        return None if unsaid else _Turn(k, before, before + answer)
-
-    def _tell_why(
-        self, plain: list[Message], k: int, before: str, tools: list[dict[str, Any]], thoughtless: str | None
-    ) -> NoReturn:
-        """Raises RowFault when the answer could follow without its reasoning, else DataError."""
-        if thoughtless is not None and thought_of(plain[k]):
-            raise RowFault("template drops the answer's reasoning", f"turn {k}: the server's prompt leaves no room")
-        raise DataError(
-            "The loss mask cannot be derived from this chat template",
-            where=f"assistant turn {k}",
-            expected="the rendered conversation up to this turn is a prefix of the one with it, or a generation marker",
-            got=f"…{self._template.text(plain[: k + 1], tools, generation=False)[-80:]!r} after …{before[-80:]!r}",
-            do="regenerate these answers (`answers: regenerate`): their tokens are known without the template",
-        )
-
-    def _answer(self, history: list[Message], before: str, turn: Message, tools: list[dict[str, Any]]) -> str | None:
-        """What the template writes for `turn` beyond `before`, the prompt of `history`; None when the one does not go on
-        from the other. Reasoning that it drops is put back, or the row is rejected."""
-        whole = self._template.text([*history, turn], tools, generation=False)
-        if not whole.startswith(before):
-            return self._marked_answer([*history, turn], tools, before, whole)
-        answer, thought = whole[len(before) :], thought_of(turn)
-        if not thought or self._template.text([*history, without_thought(turn)], tools, generation=False) != whole:
-            return answer
-        if self._policy.dropped_reasoning == "restore" and opens_thought(before) and answer.lstrip().startswith(CLOSE):
-            return thought + answer  # the generation prompt opened the block, and the template closed it unfilled
-        raise RowFault("template drops the answer's reasoning", f"turn {len(history)}: {thought[:40]!r}")
-
-    def _marked_answer(
-        self, messages: list[Message], tools: list[dict[str, Any]], before: str, whole: str
-    ) -> str | None:
-        """The last stretch that the template's own generation marker encloses, when all before it is the prompt's."""
-        if not self._template.has_marker(tools):
-            return None
-        ids, marks = self._template.marked(messages, tools)
-        encoded = self._template.encode(whole)
-        if 1 not in marks or tuple(encoded.ids) != ids:
-            return None
-        end = len(marks) - marks[::-1].index(1)
-        start = next((i for i in range(end, 0, -1) if not marks[i - 1]), 0)
-        first, last = encoded.span(start)[0], encoded.span(end - 1)[1]
-        return whole[first:last] if before.startswith(whole[:first]) else None
-
-    def _row(self, run: Sequence[_Turn], added: int) -> Rendered:
-        """One row: the last turn's text, with every turn of the run supervised."""
-        encoded = self._template.encode(run[-1].whole)
-        mask = [0] * len(encoded.ids)
+    def _row(self, run: Sequence[Turn], ids: list[int], added: int) -> GivenRow:
+        """One row: the last turn's text, with every turn of the run supervised. `ids`: of that text."""
+        template, text = self._template, run[-1].whole
+        array = np.frombuffer(array_of("i", ids), np.int32)
+        placed = template.added.placed(text, array) if template.added.exact else None
+        encoded: Encoded | None = None
+        mask = bytearray(len(ids))
         end = 0
         for turn, following in zip(run, [*run[1:], None], strict=True):
-            start = self._template.boundary(encoded, turn.before)
+            start = placed.boundary(turn.before, template.ids_after) if placed else None
+            stop = len(ids) if following is None else placed.behind(len(turn.whole.rstrip())) if placed else None
+            if start is None or stop is None:
+                encoded = encoded or template.encode(text)
+                start = template.boundary(encoded, turn.before)
+                stop = len(ids) if following is None else encoded.tokens_before(len(turn.whole.rstrip()))
             if start is None:
                 raise RowFault(
                     "answer melts into its header", f"turn {turn.index}: {turn.whole[len(turn.before) :][:20]!r}"
                 )
-            stop = len(mask) if following is None else encoded.tokens_before(len(turn.whole.rstrip()))
-            end = self._end_of_answer(encoded.ids, start, stop)
-            mask[start:end] = [1] * (end - start)
-        return Rendered(tuple(encoded.ids[:end]), tuple(mask[:end]), run[-1].index + 1 - added)
+            end = self._end_of_answer(ids, start, stop)
+            mask[start:end] = b"\1" * (end - start)
+        return GivenRow(array[:end], bytes(mask[:end]), run[-1].index + 1 - added)
 
     def _end_of_answer(self, ids: Sequence[int], start: int, stop: int) -> int:
         """End of the answer in start..stop: after its end-of-turn token. What the template writes behind it (a newline in
         ChatML) no model generates."""
         return next((i + 1 for i in range(stop - 1, start - 1, -1) if ids[i] in self.end_ids), stop)
-
-
-def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function schema in OpenAI's wrapping, the only one that a server takes; keys stay in their order."""
-    return tool if "function" in tool else {"type": "function", "function": tool}
-
-
-def _tools_as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]], knows_calls: bool) -> list[Message]:
-    """Tools and tool calls as text where the template has no word for them: they must not vanish."""
-    plain: list[Message] = []
-    for message in messages:
-        calls = None if knows_calls else message.get("tool_calls")
-        parts = [message["content"], calls_text(calls)] if calls else [message["content"]]
-        kept = message if knows_calls else {k: v for k, v in message.items() if k != "tool_calls"}
-        plain.append({**kept, "content": "\n".join(p for p in parts if p)})
-    if tools and plain and plain[0]["role"] == "system":
-        plain[0] = {"role": "system", "content": f"{plain[0]['content']}\n{tools_message(tools)}"}
-    elif tools:
-        plain.insert(0, {"role": "system", "content": tools_message(tools)})
-    return plain
 
 
 def _end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:

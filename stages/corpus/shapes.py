@@ -45,7 +45,8 @@ class Ready(Item):
 
 
 def read_row(item: str, row: Any) -> tuple[Shape, Item]:
-    """The shape of a row and its conversation.
+    """The shape of a row and its conversation. A row with keys of several shapes is of the first of them: tokens,
+    conversations, pairs, text. Of empty lists of turns beside one that is not, that one counts.
 
     Raises:
         RowFault: the row has none of the shapes, or something in it cannot be used.
@@ -54,9 +55,9 @@ def read_row(item: str, row: Any) -> tuple[Shape, Item]:
         raise RowFault("not an object", type(row).__name__)
     if isinstance(row.get("input_ids"), list):
         return "tokens", _tokens(item, row)
-    turns = next((row[k] for key in _TURNS if (k := key) in row and _listed(row[k]) is not None), None)
-    if turns is not None:
-        return _conversation(item, row, _listed(turns) or [])
+    turns = {key: listed for key in _TURNS if (listed := _listed(row.get(key))) is not None}
+    if turns:
+        return _the_one(item, row, {key: listed for key, listed in turns.items() if listed} or turns)
     if any(isinstance(row.get(k), str | list) for k in _PROMPT_KEYS):
         return _pair(item, row)
     if isinstance(row.get("text"), str):
@@ -74,6 +75,20 @@ def _listed(value: Any) -> list[Any] | None:
         except (ValueError, RecursionError):
             return None
     return value if isinstance(value, list) else None
+
+
+def _the_one(item: str, row: dict[str, Any], turns: dict[str, list[Any]]) -> tuple[Shape, Item]:
+    """The conversation of a row, which may have it under several names.
+
+    Raises:
+        RowFault: they are not the same.
+    """
+    read = {key: _conversation(item, row, listed) for key, listed in turns.items()}
+    (first, found), *others = read.items()
+    for other, (_, told) in others:
+        if told.messages != found[1].messages:
+            raise RowFault("two conversations", f"`{first}` and `{other}` say different things: drop one of them")
+    return found
 
 
 def _conversation(item: str, row: dict[str, Any], turns: list[Any]) -> tuple[Shape, Item]:

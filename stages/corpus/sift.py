@@ -40,25 +40,23 @@ REASONS = {
 }
 
 
-def _digest64(name: str) -> int:
-    """The first 64 bits of a prompt or row id: two of 50 million are equal by chance with probability 1 : 15,000."""
-    return int(name[:16], 16)
-
-
 @dataclass
 class Table:
-    """A few numbers a candidate, in the order of reading over all sources: 19 bytes each."""
+    """A few numbers a candidate, in the order of reading over all sources: 19 bytes each. Prompts and rows go by the first 64
+    bits of their names: two of 50 million are equal by chance with probability 1 : 15,000."""
 
     prompts: array[int] = field(default_factory=lambda: array("Q"))
     rows: array[int] = field(default_factory=lambda: array("Q"))
     sources: array[int] = field(default_factory=lambda: array("H"))
     held_out: array[int] = field(default_factory=lambda: array("B"))
 
-    def add(self, prompt_id: str, row_id: str, source: int, held_out: bool) -> None:
-        self.prompts.append(_digest64(prompt_id))
-        self.rows.append(_digest64(row_id))
-        self.sources.append(source)
-        self.held_out.append(held_out)
+    def add(self, prompts: bytes, rows: npt.NDArray[np.uint64], source: int, held_out: npt.NDArray[np.uint8]) -> None:
+        """Take in candidates of a source; `prompts`: 12 bytes of each prompt id, `rows`: u64 of each row's name."""
+        names = np.frombuffer(prompts, np.uint8).reshape(-1, 12)[:, :8]
+        self.prompts.frombytes(np.ascontiguousarray(names).view(">u8").astype(np.uint64).tobytes())
+        self.rows.frombytes(rows.tobytes())
+        self.sources.extend([source] * len(held_out))
+        self.held_out.frombytes(held_out.tobytes())
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -87,12 +85,14 @@ class Sift:
         again = np.concatenate([[False], self._prompts[order][1:] == self._prompts[order][:-1]])[: len(order)]
         self.fates[order[again]] = Fate.DUPLICATE
 
-    def drop_leaks(self, apart: KeptApart) -> None:
-        """Training prompts that share their text with a prompt of `apart`."""
-        for number, name, _ in self.leaks(apart):
+    def drop_leaks(self, apart: KeptApart) -> list[tuple[int, str, float]]:
+        """Training prompts that share their text with a prompt of `apart` fall; returns them as `_leaks` gives them."""
+        found = self._leaks(apart)
+        for number, name, _ in found:
             self._drop(number, Fate.LEAK, f"shares its text with {name}")
+        return found
 
-    def leaks(self, apart: KeptApart) -> list[tuple[int, str, float]]:
+    def _leaks(self, apart: KeptApart) -> list[tuple[int, str, float]]:
         """(candidate, name of the prompt kept apart, share of its n-grams) of training candidates that are still kept."""
         index = LeakIndex(apart)
         found: list[tuple[int, str, float]] = []

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from stages.contracts.errors import DataError
 from stages.contracts.files import canonical
 from stages.corpus import standard_library, wheels
-from stages.corpus.formats import open_rows
+from stages.corpus.formats import Line, open_rows, value_of
 from stages.corpus.items import Item, Reject, RowFault
 from stages.corpus.places import find
 from stages.corpus.shapes import Ready, read_row
@@ -23,13 +23,28 @@ if TYPE_CHECKING:
     from stages.contracts.params import Source
 
 _CHARACTERS_PER_TOKEN = 3  # below what any tokenizer needs for English and Python
+_COMPACT = json.JSONEncoder(sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _GENERAL_KNOWLEDGE = Path(__file__).with_name("general_knowledge.jsonl")
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A row of a file as it was read. `words`: the format of its file."""
+
+    item: str
+    value: Any
+    words: str
+
+    @property
+    def bytes_held(self) -> int:
+        """About as many as the row takes in memory."""
+        return len(self.value) if isinstance(self.value, Line) else _held(self.value)
 
 
 @dataclass
 class Reading:
-    """Items of a source as they are read; `origin_digest` covers those read so far and nothing else, so that lines
-    beyond the limit do not change it. `shapes` counts what the rows of files were: "openai in JSON lines, gzip"."""
+    """A source as its rows are read, at most its limit of them; a built-in source gives items. `origin_digest` covers what
+    was noted of those rows and nothing else, so that lines beyond the limit do not change it."""
 
     source: Source
     seed: int
@@ -38,26 +53,28 @@ class Reading:
     shapes: Counter[str] = field(default_factory=Counter)
     _sha: hashlib._Hash = field(default_factory=hashlib.sha256)
 
-    def __iter__(self) -> Iterator[Item | Reject]:
-        for item in itertools.islice(self._items(), self.source.limit):
+    def __iter__(self) -> Iterator[Record | Item | Reject]:
+        for record in itertools.islice(self._records(), self.source.limit):
             self.rows_read += 1
-            self._sha.update(self._bytes(item))
+            yield record
+
+    def items(self) -> Iterator[Item | Reject]:
+        """What the rows give, one by one, noted as they come."""
+        for record in self:
+            item, origin, shape = item_of(record)
+            self.note(origin, {shape: 1} if shape else {})
             yield item
+
+    def note(self, origin: bytes, shapes: Mapping[str, int]) -> None:
+        """Take in what `item_of` gave of the next rows."""
+        self._sha.update(origin)
+        self.shapes.update(shapes)
 
     @property
     def origin_digest(self) -> str:
         return "sha256:" + self._sha.hexdigest()
 
-    def _bytes(self, item: Item | Reject) -> bytes:
-        if isinstance(item, Reject):
-            shown: list[Any] = [item.item, item.reason, item.detail]
-        elif isinstance(item, Ready):
-            shown = [item.item, item.text, item.spans, item.ids, item.mask]
-        else:
-            shown = [item.item, item.messages, item.tools]
-        return compact(shown) if self.source.path is not None else canonical(shown)
-
-    def _items(self) -> Iterator[Item | Reject]:
+    def _records(self) -> Iterator[Record | Item | Reject]:
         room = self.max_prompt_tokens * _CHARACTERS_PER_TOKEN
         match self.source.kind:
             case "human_eval":
@@ -70,7 +87,41 @@ class Reading:
                 return wheels.chatable()
             case "jsonl" | "files":
                 assert self.source.path is not None
-                return read_files(self.source.path, self.shapes, only_lines=self.source.kind == "jsonl")
+                return records(self.source.path, only_lines=self.source.kind == "jsonl")
+
+
+def item_of(record: Record | Item | Reject) -> tuple[Item | Reject, bytes, str]:
+    """What a record gives, the bytes that a source's origin digest is taken over, and what a row of a file is: "openai in
+    JSON lines, gzip"."""
+    if not isinstance(record, Record):
+        return record, canonical(_shown(record)), ""
+    try:
+        value = value_of(record.value)
+        if isinstance(value, RowFault):
+            raise value
+        shape, read = read_row(record.item, value)
+        return read, written(read), f"{shape} in {record.words}"
+    except RowFault as fault:
+        reject = Reject(record.item, fault.reason, fault.detail)
+        return reject, compact(_shown(reject)), ""
+
+
+def _shown(item: Item | Reject) -> list[Any]:
+    if isinstance(item, Reject):
+        return [item.item, item.reason, item.detail]
+    if isinstance(item, Ready):
+        return [item.item, item.text, item.spans, item.ids, item.mask]
+    return [item.item, item.messages, item.tools]
+
+
+def _held(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_held, value.values()))
+    if isinstance(value, list):
+        return sum(map(_held, value)) if value and isinstance(value[0], str | dict | list) else 32 * len(value)
+    return 32
 
 
 def compact(value: Any) -> bytes:
@@ -79,14 +130,13 @@ def compact(value: Any) -> bytes:
     Raises:
         UnicodeEncodeError, ValueError, RecursionError: a lone surrogate, a number beyond floats, endless nesting.
     """
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _COMPACT.encode(value).encode()
 
 
-def read_files(path: str, shapes: Counter[str] | None = None, *, only_lines: bool = False) -> Iterator[Item | Reject]:
-    """Items of the files that `path` names, files in name order, rows in file order.
+def records(path: str, *, only_lines: bool = False) -> Iterator[Record]:
+    """Rows of the files that `path` names, files in name order, rows in file order.
 
     Args:
-        shapes: counts what the rows are.
         only_lines: refuse files that are no JSON lines.
 
     Raises:
@@ -103,28 +153,34 @@ def read_files(path: str, shapes: Counter[str] | None = None, *, only_lines: boo
                 do="set `kind: files` for this source: it reads JSON, Parquet and Arrow too",
             )
         for number, value in opened.records:
-            item = f"{blob.name}:{number}"
-            try:
-                if isinstance(value, RowFault):
-                    raise value
-                shape, read = read_row(item, value)
-                writable(read)
-            except RowFault as fault:
-                yield Reject(item, fault.reason, fault.detail)
-                continue
-            if shapes is not None:
-                shapes[f"{shape} in {opened.words}"] += 1
-            yield read
+            yield Record(f"{blob.name}:{number}", value, opened.words)
 
 
-def writable(item: Item) -> None:
-    """Look whether an item can be written as JSON again. Tool arguments were JSON within JSON: what they hold is seen here.
+def read_files(path: str, shapes: Counter[str] | None = None, *, only_lines: bool = False) -> Iterator[Item | Reject]:
+    """Items of the files that `path` names.
+
+    Args:
+        shapes: counts what the rows are.
+        only_lines: refuse files that are no JSON lines.
 
     Raises:
-        RowFault: it cannot.
+        DataError: no file, or one that cannot be read as rows at all.
+    """
+    for record in records(path, only_lines=only_lines):
+        item, _, shape = item_of(record)
+        if shapes is not None and shape:
+            shapes[shape] += 1
+        yield item
+
+
+def written(item: Item) -> bytes:
+    """An item as JSON. Tool arguments were JSON within JSON: what they hold is seen here.
+
+    Raises:
+        RowFault: it cannot be written as JSON again.
     """
     try:
-        compact([item.messages, item.tools, item.text] if isinstance(item, Ready) else [item.messages, item.tools])
+        return compact(_shown(item))
     except UnicodeEncodeError as error:
         strange = error.object[error.start : error.end]
         if all(0xDC80 <= ord(c) <= 0xDCFF for c in strange):  # how formats.py keeps bytes that are no UTF-8

@@ -1,4 +1,8 @@
-"""Candidates of a source on disk while all sources are read: memory does not grow with them, and passes can be repeated."""
+"""Candidates of a source on disk while all sources are read: memory does not grow with them, and passes can be repeated.
+
+Candidates come packed, some hundred at a time: each pack is an Arrow stream of one batch, and the file holds one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from stages.corpus.items import Message, Reject
 from stages.corpus.split import Split
 
 _BATCH_ROWS = 1024
+_MESSAGES = json.JSONEncoder(ensure_ascii=False)
 _CANDIDATES = pa.schema(
     [
         ("at", pa.int64()),
@@ -28,6 +33,8 @@ _CANDIDATES = pa.schema(
         ("prompt_tokens", pa.int32()),
         ("mask", pa.binary()),
         ("cut", pa.bool_()),
+        ("loops", pa.bool_()),
+        ("row_id", pa.string()),
         ("messages", pa.string()),
         ("grams", pa.list_(pa.uint64())),
     ]
@@ -36,23 +43,76 @@ _REJECTS = pa.schema([("at", pa.int64()), *((n, pa.string()) for n in ("item", "
 
 
 @dataclass(frozen=True, eq=False)
+class Given:
+    """The whole row where its answers came with it: ids i32 [T], mask bytes [T], whether it was cut, its name, and whether
+    its last answer loops."""
+
+    ids: npt.NDArray[np.int32]
+    mask: bytes
+    cut: bool
+    row_id: str
+    loops: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Candidate:
-    """A prompt that may become a row. `given_ids` and `given_mask` hold the whole row when its answers came with it; `turns`
-    are its messages while it is read, and not kept."""
+    """A prompt that may become a row. `turns` are its messages while it is read, and not kept."""
 
     item: str
     prompt_id: str
     split: Split
     prompt_ids: npt.NDArray[np.int32]
     messages: str
-    given_ids: npt.NDArray[np.int32] | None = None
-    given_mask: bytes = b""
-    cut: bool = False
+    given: Given | None = None
     turns: Sequence[Message] = ()
+
+    @property
+    def whole_id(self) -> str:
+        """What equal rows have in common."""
+        return self.prompt_id if self.given is None else self.given.row_id
 
     @staticmethod
     def messages_of(messages: Sequence[Message]) -> str:
-        return json.dumps(list(messages), ensure_ascii=False)
+        return _MESSAGES.encode(list(messages))
+
+
+def place(number: int, further: int) -> int:
+    """Where something read stands among all of its source: by its item's number, and its place within the item."""
+    return (number << 20) + further
+
+
+def packed(places: Sequence[int], candidates: Sequence[Candidate], of_prompts: Sequence[Grams]) -> bytes:
+    """Candidates, where they stand, and the n-grams of their prompts, as the spool keeps them."""
+    if not candidates:
+        return b""
+    whole = [c.given.ids if c.given else c.prompt_ids for c in candidates]
+    given = [c.given for c in candidates]
+    columns: dict[str, Any] = {
+        "at": list(places),
+        "item": [c.item for c in candidates],
+        "prompt_id": [c.prompt_id for c in candidates],
+        "held_out": [c.split == "held_out" for c in candidates],
+        "ids": lists_of(whole, pa.int32()),
+        "prompt_tokens": [len(c.prompt_ids) for c in candidates],
+        "mask": [g.mask if g else None for g in given],
+        "cut": [g.cut if g else False for g in given],
+        "loops": [g.loops if g else False for g in given],
+        "row_id": [g.row_id if g else None for g in given],
+        "messages": [c.messages for c in candidates],
+        "grams": lists_of(of_prompts, pa.uint64()),
+    }
+    made = [c if isinstance(c := columns[f.name], pa.Array) else pa.array(c, f.type) for f in _CANDIDATES]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, _CANDIDATES, options=pa.ipc.IpcWriteOptions(compression="lz4")) as stream:
+        stream.write_batch(pa.record_batch(made, schema=_CANDIDATES))
+    return sink.getvalue().to_pybytes()
+
+
+def lists_of(parts: Sequence[npt.NDArray[Any]], kind: pa.DataType) -> pa.ListArray:
+    """Arrays as one column of lists."""
+    ends = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+    flat = np.concatenate(parts) if len(parts) else np.zeros(0)
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat, kind))
 
 
 class _Table:
@@ -79,10 +139,9 @@ class _Table:
             self._flush()
         self._writer.close()
 
-    def batches(self, names: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
-        """Its rows again, of all columns or of those named, which then stand in the schema's order."""
-        wanted = [i for i, field in enumerate(self._schema) if not names or field.name in names]
-        options = pa.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Its rows again."""
+        options = pa.ipc.IpcReadOptions(use_threads=False)
         with pa.OSFile(str(self._path)) as file, pa.ipc.open_stream(file, options=options) as stream:
             yield from stream
 
@@ -93,37 +152,34 @@ class Spool:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
-        self._candidates = _Table(folder / "candidates.arrow", _CANDIDATES)
+        self._path = folder / "candidates.arrows"
+        self._file = self._path.open("wb")
         self._rejects = _Table(folder / "rejects.arrow", _REJECTS)
-        self._at = 0
         self.candidates = 0
 
-    def add(self, taken: Candidate | Reject, of_prompt: Grams | None = None) -> None:
-        self._at += 1
-        if isinstance(taken, Reject):
-            self._rejects.add(self._at, taken.item, taken.reason, taken.detail, taken.prompt_id)
-            return
-        self.candidates += 1
-        ids = taken.prompt_ids if taken.given_ids is None else taken.given_ids
-        mask = None if taken.given_ids is None else taken.given_mask
-        held, cut, words = (
-            taken.split == "held_out",
-            taken.cut,
-            np.zeros(0, np.uint64) if of_prompt is None else of_prompt,
-        )
-        n = len(taken.prompt_ids)
-        self._candidates.add(self._at, taken.item, taken.prompt_id, held, ids, n, mask, cut, taken.messages, words)
+    def add(self, candidates: bytes, count: int, rejects: Sequence[tuple[int, Reject]]) -> None:
+        """Take in `count` packed candidates, and rejects, each with its place."""
+        self._file.write(candidates)
+        self.candidates += count
+        for at, reject in rejects:
+            self._rejects.add(at, reject.item, reject.reason, reject.detail, reject.prompt_id)
 
     def close(self) -> None:
-        self._candidates.close()
+        self._file.close()
         self._rejects.close()
 
     def batches(self, names: Sequence[str] = ()) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Batches of candidates, each with the number of its first; of all columns, or of those named."""
-        start = 0
-        for batch in self._candidates.batches(names):
-            yield start, batch
-            start += batch.num_rows
+        """Batches of candidates, each with the number of its first; of all columns, or of those named, which then stand in
+        the schema's order."""
+        wanted = [i for i, field in enumerate(_CANDIDATES) if not names or field.name in names]
+        options = pa.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
+        start, size = 0, self._path.stat().st_size
+        with pa.OSFile(str(self._path)) as file:
+            while file.tell() < size:
+                with pa.ipc.open_stream(file, options=options) as stream:
+                    for batch in stream:
+                        yield start, batch
+                        start += batch.num_rows
 
     def rejects(self) -> Iterator[tuple[int, Reject]]:
         """Rejects of reading, each with its place among all that was read."""
@@ -160,7 +216,7 @@ def candidates_of(batch: pa.RecordBatch, wanted: npt.NDArray[np.bool_]) -> Itera
     """The candidates of a batch for which `wanted` [rows] is true."""
     column: Any = batch.column("ids")
     offsets, ids = column.offsets.to_numpy(), column.values.to_numpy()
-    names = ("item", "prompt_id", "held_out", "prompt_tokens", "mask", "cut", "messages")
+    names = ("item", "prompt_id", "held_out", "prompt_tokens", "mask", "cut", "row_id", "loops", "messages")
     plain = {n: batch.column(n).to_pylist() for n in names}
     for i in np.flatnonzero(wanted):
         row, mask = ids[offsets[i] : offsets[i + 1]], plain["mask"][i]
@@ -170,9 +226,7 @@ def candidates_of(batch: pa.RecordBatch, wanted: npt.NDArray[np.bool_]) -> Itera
             split="held_out" if plain["held_out"][i] else "train",
             prompt_ids=row[: plain["prompt_tokens"][i]],
             messages=plain["messages"][i],
-            given_ids=None if mask is None else row,
-            given_mask=mask or b"",
-            cut=plain["cut"][i],
+            given=None if mask is None else Given(row, mask, plain["cut"][i], plain["row_id"][i], plain["loops"][i]),
         )
 
 

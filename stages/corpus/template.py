@@ -18,6 +18,8 @@ from typing import Any
 
 from stages.contracts.errors import DataError, ParamsError
 from stages.corpus.items import Message, RowFault
+from stages.corpus.marks import AddedTokens
+from stages.corpus.skeleton import Skeletons
 
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1")
 _PROBE = "qzxprobe"  # a word that no template writes by itself
@@ -81,11 +83,17 @@ class Template:
         self._folder, self._arguments, self._date = folder, dict(arguments), date
         self._backend, self._bos = self.tokenizer.backend_tokenizer, self.tokenizer.bos_token_id
         self._added = {i: str(token) for i, token in self.tokenizer.added_tokens_decoder.items()}
+        self.added = AddedTokens(self._backend, self.tokenizer.added_tokens_decoder)
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         self.special = sorted({*special, *filter(None, self.tokenizer.all_special_tokens)})
         self._dated = lru_cache(maxsize=8)(self._at_date)
-        self._tail = lru_cache(maxsize=1024)(self._encode_after)
+        self.ids_after = lru_cache(maxsize=1024)(self._encode_after)
         self._demand_date()
+        self.skeletons = Skeletons(
+            self._dated(self._source(())),
+            lambda messages, generation: self.text(messages, (), generation=generation),
+            {**self.tokenizer.special_tokens_map, **self._arguments},
+        )
 
     def text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, generation: bool) -> str:
         """The rendered conversation; with `generation`, up to where the target goes on.
@@ -116,7 +124,18 @@ class Template:
             DataError: it opens with two beginning-of-sequence tokens.
         """
         encoding = self._backend.encode(text, add_special_tokens=False)
-        ids = encoding.ids
+        return Encoded(self._with_one_bos(encoding.ids), encoding)
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids alone of many rendered texts, those that `encode` gives of each; a fifth faster.
+
+        Raises:
+            DataError: one opens with two beginning-of-sequence tokens.
+        """
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [self._with_one_bos(e.ids) for e in encoded]
+
+    def _with_one_bos(self, ids: list[int]) -> list[int]:
         if self._bos is not None and (opening := ids[:2]) == [self._bos, self._bos]:
             raise DataError(
                 "A rendered conversation starts with two BOS tokens",
@@ -125,7 +144,7 @@ class Template:
                 got=f"ids {opening}",
                 do="mend the template of the target",
             )
-        return Encoded(ids, encoding)
+        return ids
 
     def boundary(self, encoded: Encoded, before: str) -> int | None:
         """How many tokens of `encoded` are those of its opening text `before` alone; None when the two part elsewhere.
@@ -140,7 +159,7 @@ class Template:
             alone = self._backend.encode(before, add_special_tokens=False).ids
             return count if alone == ids[:count] else None
         tail = before[encoded.span(last)[1] :]
-        return count if self._tail(ids[last], tail) == ids[last + 1 : count] else None
+        return count if self.ids_after(ids[last], tail) == ids[last + 1 : count] else None
 
     @cached_property
     def knows(self) -> Knows:

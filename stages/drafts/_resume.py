@@ -2,13 +2,15 @@
 
 step_000060/ holds tensors.safetensors and resume.json; the JSON has the tensors' sha256, and the folder appears by
 rename, so that one that is there is complete. A damaged one is refused by name: going on with fresh optimizer state
-would look like success.
+would look like success. So is one of another run: it says itself which data, vocabulary, start and settings it belongs to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +18,31 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stages.contracts.errors import DataError
+from stages.contracts.errors import DataError, Refusal
 from stages.contracts.files import Fact, file_digest, whole_folder
 
 _TENSORS, _STATE = "tensors.safetensors", "resume.json"
 
 
 class ResumeState(Fact):
-    """resume.json. `progress` is the loop's own: curves so far, the best so far."""
+    """resume.json. `of`: all that decides the run, by name; `progress` is the loop's own: curves so far, the best so far."""
 
-    version: int = 1
+    version: int = 2
     step: int
     tensors_digest: str
+    of: dict[str, Any]
     progress: dict[str, Any]
 
 
 class ResumePoints:
-    """The resume points of one run, below a folder that is named after all that decides the run."""
+    """The resume points of one run, below a folder that is named after all that decides the run.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    Args:
+        of: what decides it, by name: settings, and digests of data, vocabulary and start.
+    """
+
+    def __init__(self, root: Path, of: Mapping[str, Any] | None = None) -> None:
+        self.root, self.of = root, dict(of or {})
 
     def save(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
         """Write the point after `step` steps; older ones go once it is there.
@@ -48,7 +55,7 @@ class ResumePoints:
         with whole_folder(folder) as aside:
             _save(tensors, aside / _TENSORS)
             digest = file_digest(aside / _TENSORS)
-            ResumeState(step=step, tensors_digest=digest, progress=progress).write(aside / _STATE)
+            ResumeState(step=step, tensors_digest=digest, of=self.of, progress=progress).write(aside / _STATE)
         for old in older:
             if old != folder:
                 shutil.rmtree(old)
@@ -58,6 +65,7 @@ class ResumePoints:
 
         Raises:
             DataError: it is damaged, and the words tell how to remove it alone.
+            Refusal: it is of another run; what differs is named.
         """
         folders = self._folders()
         if not folders:
@@ -70,7 +78,24 @@ class ResumePoints:
             raise _damaged(folder, error.where, error.expected or "a whole file", error.got or error.what) from error
         if got != state.tensors_digest:
             raise _damaged(folder, str(folder / _TENSORS), state.tensors_digest, got)
+        if told := differences(state.of, self.of):
+            raise Refusal(
+                "This resume point is of another run",
+                where=str(folder),
+                expected="the data, vocabulary, start and settings of this one",
+                got="; ".join(told),
+                do=f"put back what differs, or `rm -r {folder}` to train from the start",
+            )
         return state.step, load_file(folder / _TENSORS), state.progress
+
+    def others(self) -> list[tuple[Path, list[str]]]:
+        """Unfinished runs beside this one: the last whole point of each, and in what it differs."""
+        found: list[tuple[Path, list[str]]] = []
+        for root in sorted(self.root.parent.glob("*")):
+            folders = ResumePoints(root)._folders() if root != self.root else []
+            with contextlib.suppress(DataError):  # a damaged one is told by the run that it belongs to
+                found += [(f, differences(ResumeState.read(f / _STATE).of, self.of)) for f in folders[-1:]]
+        return found
 
     def clear(self) -> None:
         """Remove all points: the run is over."""
@@ -80,6 +105,12 @@ class ResumePoints:
         """The points there are, oldest first; what a person laid beside them is none."""
         named = [p for p in self.root.glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name)]
         return sorted(named, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What decides two runs and is not the same, a few words each."""
+    names = sorted(n for n in there.keys() | here.keys() if there.get(n) != here.get(n))
+    return [f"{n} was {there.get(n)}, is {here.get(n)}" for n in names]
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from stages.contracts.files import Fact
 from stages.contracts.progress import progress
 from stages.drafts._curves import Curves, HeldOut
+from stages.drafts._group import share_out
 from stages.drafts._module import Eagle3
 from stages.drafts._resume import ResumePoints
 from stages.drafts._trainer import BatchOrder, Trainer
 from stages.drafts._training import Ahead, PackedBatch
+from stages.drafts._watch import LossWatch
 
 
 class Best(Fact):
@@ -26,15 +30,34 @@ class Best(Fact):
     found: HeldOut
 
 
+@dataclass(frozen=True)
+class Rhythm:
+    """When a run does what, and when it ends early.
+
+    Args:
+        evaluate_every, checkpoint_every: in optimizer steps.
+        stop_after: evaluations in a row without an improvement that end the run; 0 = never.
+        max_loss_jump: see LossWatch.
+        accumulate: pieces in which each process computes a step's rows, one after the other.
+    """
+
+    evaluate_every: int
+    checkpoint_every: int
+    stop_after: int = 0
+    max_loss_jump: float = 0.0
+    accumulate: int = 1
+
+
 class Session:
     """One training run: what has been done, and how to go on from a resume point.
 
     Args:
         points: where resume points are kept.
         order: the rows of every step.
+        row_ids: of every row, by its number.
         pack: makes a batch of row numbers.
         evaluate: held-out figures of a draft.
-        evaluate_every, checkpoint_every: in optimizer steps.
+        improves: whether the second of two evaluations is better than the first beyond chance.
     """
 
     def __init__(
@@ -42,17 +65,20 @@ class Session:
         trainer: Trainer,
         points: ResumePoints,
         order: BatchOrder,
+        row_ids: Sequence[str],
         pack: Callable[[Sequence[int]], PackedBatch],
         evaluate: Callable[[Eagle3], HeldOut],
-        *,
-        evaluate_every: int,
-        checkpoint_every: int,
+        improves: Callable[[HeldOut, HeldOut], bool],
+        rhythm: Rhythm,
     ) -> None:
-        self.trainer, self.points, self.order, self.pack, self.evaluate = trainer, points, order, pack, evaluate
-        self.evaluate_every, self.checkpoint_every = evaluate_every, checkpoint_every
+        self.trainer, self.points, self.order, self.row_ids = trainer, points, order, row_ids
+        self.pack, self.evaluate, self.improves, self.rhythm = pack, evaluate, improves, rhythm
         self.curves, self.roots_seen = Curves(trainer.schedule.steps_ahead), 0
+        self.watch = LossWatch(rhythm.max_loss_jump)
         self.best: Best | None = None
         self.best_weights: dict[str, Tensor] = {}
+        self.reference: HeldOut | None = None  # the last evaluation that was an improvement
+        self.stale = 0  # evaluations since
 
     def resume(self) -> None:
         """Go on from the last resume point, when there is one."""
@@ -63,14 +89,21 @@ class Session:
         self.trainer.load(step, tensors)
         self.curves, self.roots_seen = Curves(self.trainer.schedule.steps_ahead, state["curves"]), state["roots_seen"]
         self.best = Best.model_validate(state["best"]) if state["best"] else None
-        print(f"train: resumed after step {step}", file=sys.stderr, flush=True)
+        self.reference = HeldOut.model_validate(state["reference"]) if state["reference"] else None
+        self.stale, self.watch.recent = state["stale"], state["recent"]
+        self._say(f"resumed after step {step}")
 
     def save(self) -> None:
-        """Write a resume point."""
-        state = {"curves": self.curves.state(), "roots_seen": self.roots_seen}
-        best = self.best.model_dump(mode="json") if self.best else None
-        kept = {f"best.{n}": t for n, t in self.best_weights.items()}
-        self.points.save(self.trainer.step, self.trainer.tensors() | kept, state | {"best": best})
+        """Write a resume point; the first process does."""
+        tensors = self.trainer.tensors()
+        if self.trainer.group.first:
+            state = {"curves": self.curves.state(), "roots_seen": self.roots_seen}
+            state |= {"stale": self.stale, "recent": self.watch.recent}
+            for name, fact in (("best", self.best), ("reference", self.reference)):
+                state[name] = fact.model_dump(mode="json") if fact else None
+            kept = {f"best.{n}": t for n, t in self.best_weights.items()}
+            self.points.save(self.trainer.step, tensors | kept, state)
+        self.trainer.group.wait()
 
     def measure(self, loss: float) -> HeldOut:
         """Evaluate the averaged weights on the held-out rows; keep them when they are the best so far."""
@@ -80,32 +113,46 @@ class Session:
         if self.best is None or found.overall.accept_length > self.best.found.overall.accept_length:
             self.best = Best(step=self.trainer.step, roots_seen=self.roots_seen, train_loss=loss, found=found)
             self.best_weights = {n: t.clone() for n, t in draft.state_dict().items()}
+        better = self.reference is None or self.improves(self.reference, found)
+        self.stale = 0 if better else self.stale + 1
+        self.reference = found if better else self.reference
         return found
 
     def run(self) -> Best:
-        """Train to the end, or from the resume point to the end."""
+        """Train to the end, or until nothing improves, from the start or the resume point."""
         steps, started, seen, held_out = self.trainer.schedule.optimizer_steps, time.monotonic(), 0, ""
-        with progress(steps, "train", "steps") as advance:
+        with self._progress(steps) as advance:
             advance(self.trainer.step)
-            while self.trainer.step < steps:
+            while self.trainer.step < steps and not self._tired:
                 ahead, loss = self._step()
-                seen += len(ahead.roots)
+                seen += ahead.tried[0]
                 last = self.trainer.step == steps
-                if last or self.trainer.step % self.evaluate_every == 0:
+                if last or self.trainer.step % self.rhythm.evaluate_every == 0:
                     found = self.measure(loss)
                     held_out = f"held-out accept length {found.overall.accept_length:.3f} "
-                if self.trainer.step % self.checkpoint_every == 0 and not last:
+                if self.trainer.step % self.rhythm.checkpoint_every == 0 and not last:
                     self.save()
                 advance(1, f"loss {loss:.3f} {held_out}{seen / (time.monotonic() - started):.0f} tokens/s")
+        if self._tired:
+            self._say(f"no improvement in {self.stale} evaluations; stopped after step {self.trainer.step}")
         assert self.best is not None
         return self.best
 
+    @property
+    def _tired(self) -> bool:
+        return 0 < self.rhythm.stop_after <= self.stale
+
     def _step(self) -> tuple[Ahead, float]:
-        rate = self.trainer.schedule.rate(self.trainer.step)
-        ahead = self.trainer.train(self.pack(self.order(self.trainer.step)))
+        step, group, started = self.trainer.step, self.trainer.group, time.monotonic()
+        rows, rate = self.order(step), self.trainer.schedule.rate(step)
+        shares = share_out(rows, self.order.lengths, group.size * self.rhythm.accumulate)
+        batches = [self.pack(share) for share in shares[group.rank :: group.size] if share]
+        waited = time.monotonic() - started
+        ahead = self.trainer.train(*batches)
         loss = float(ahead.loss.detach())
-        self.roots_seen += len(ahead.roots)
-        self.curves.trained(self.trainer.step, rate, loss, ahead)
+        self.watch.see(step, loss, [self.row_ids[row] for row in rows])
+        self.roots_seen += ahead.tried[0]
+        self.curves.trained(self.trainer.step, rate, loss, ahead, waited, time.monotonic() - started)
         return ahead, loss
 
     def best_draft(self) -> Eagle3:
@@ -113,3 +160,15 @@ class Session:
         draft = self.trainer.averaged()
         draft.load_state_dict(self.best_weights)
         return draft
+
+    def _say(self, words: str) -> None:
+        if self.trainer.group.first:
+            print(f"train: {words}", file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def _progress(self, steps: int) -> Generator[Callable[..., None], None, None]:
+        if not self.trainer.group.first:
+            yield lambda *_: None
+            return
+        with progress(steps, "train", "steps") as advance:
+            yield advance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -108,6 +109,32 @@ def initialise(draft: Eagle3, target: Decoder, teacher: Teacher, seed: int) -> N
         for linear, part in zip((layer.mlp.gate_proj, layer.mlp.up_proj), _plain(mlp.gate_up).chunk(2), strict=True):
             linear.weight.copy_(part)
         layer.mlp.down_proj.weight.copy_(down)
+
+
+@torch.no_grad()
+def carry_over(draft: Eagle3, tensors: Mapping[str, Tensor], target_ids: Tensor, own_ids: Tensor) -> int:
+    """Put an earlier draft's weights in the place of those that training would start from.
+
+    Head rows go by target id: a token that both vocabularies have keeps what was learned of it, one that is new keeps the
+    target's own row. A frozen head is not touched: its rows are the target's.
+
+    Args:
+        tensors: the earlier draft's parameters by name, of the same shapes but for lm_head.
+        target_ids: target id of every row of the earlier draft's head, ascending, i64.
+        own_ids: the same of `draft`.
+
+    Returns:
+        How many ids of `own_ids` the earlier draft had.
+    """
+    for name, parameter in draft.named_parameters():
+        if name != "lm_head.weight":
+            parameter.copy_(tensors[name])
+    target_ids = target_ids.to(own_ids.device)
+    at = torch.searchsorted(target_ids, own_ids).clamp(max=len(target_ids) - 1)
+    known = target_ids[at] == own_ids
+    if draft.lm_head.weight.requires_grad:
+        draft.lm_head.weight[known] = tensors["lm_head.weight"].to(draft.lm_head.weight)[at[known]]
+    return int(known.sum())
 
 
 def _plain(linear: Linear) -> Tensor:

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from stages.contracts.errors import DataError
+from stages.drafts._gradients import add_gradients
+from stages.drafts._group import ALONE, Group
 from stages.drafts._loss import Teacher
 from stages.drafts._module import Eagle3
-from stages.drafts._training import Ahead, PackedBatch, look_ahead
+from stages.drafts._shards import part_like, whole, wholes
+from stages.drafts._training import Ahead, PackedBatch
 
 _AVERAGE_OVER = 40  # steps that the averaged weights look back on, about
 
@@ -76,8 +79,8 @@ class Trainer:
     bits as 20.
     """
 
-    def __init__(self, draft: Eagle3, teacher: Teacher, schedule: Schedule) -> None:
-        self.draft, self.teacher, self.schedule = draft, teacher, schedule
+    def __init__(self, draft: Eagle3, teacher: Teacher, schedule: Schedule, group: Group = ALONE) -> None:
+        self.draft, self.teacher, self.schedule, self.group = draft, teacher, schedule, group
         self.step = 0
         self._named = {n: p for n, p in draft.named_parameters() if p.requires_grad}
         matrices = [p for p in self._named.values() if p.dim() > 1]
@@ -86,20 +89,20 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.95), fused=True)
         self.average = {n: p.detach().clone() for n, p in self._named.items()}
 
-    def train(self, batch: PackedBatch) -> Ahead:
-        """One optimizer step.
+    def train(self, *batches: PackedBatch) -> Ahead:
+        """One optimizer step on all batches together, and on those of the group's other processes.
 
         Raises:
             DataError: the loss or a gradient is not finite; the batch's rows are named and nothing is stepped.
         """
-        ahead = look_ahead(self.draft, self.teacher, batch, self.schedule.steps_ahead, self.schedule.step_decay)
         self._optimizer.zero_grad(set_to_none=True)
-        ahead.loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._named.values(), self.schedule.gradient_clip)
+        steps, decay = self.schedule.steps_ahead, self.schedule.step_decay
+        ahead = add_gradients(self.draft, self.teacher, batches, steps, decay, self.group)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._named.values(), self.schedule.gradient_clip))
         if not bool(ahead.loss.isfinite() & norm.isfinite()):
             raise DataError(
                 "The loss is no longer a number",
-                where=f"optimizer step {self.step}, rows {', '.join(batch.row_ids)}",
+                where=f"optimizer step {self.step}, rows {', '.join(self._rows(batches))}",
                 expected="a finite loss and finite gradients",
                 got=f"loss {float(ahead.loss.detach())}, gradient norm {float(norm)}",
                 do="look at these rows' states (`dvc repro gate-training` checks them), or lower train.learning_rate",
@@ -113,10 +116,14 @@ class Trainer:
             self.average[name].lerp_(parameter.detach(), weight)
         return ahead
 
+    def _rows(self, batches: Sequence[PackedBatch]) -> list[str]:
+        """The step's rows, of all processes."""
+        return [r for told in self.group.gather([r for b in batches for r in b.row_ids]) for r in told]
+
     def averaged(self) -> Eagle3:
         """The draft with its averaged weights: what is evaluated and exported."""
         copy = Eagle3(self.draft.config, self.draft.embedding)
-        copy.load_state_dict(self.draft.state_dict() | self.average)
+        copy.load_state_dict(wholes(self.draft.state_dict() | self.average))
         return copy.requires_grad_(False)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -125,14 +132,14 @@ class Trainer:
         found |= {f"average.{n}": t for n, t in self.average.items()}
         for name, parameter in self._named.items():
             found |= {f"{key}.{name}": t for key, t in self._optimizer.state[parameter].items()}
-        return found
+        return wholes(found)
 
     def load(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Go on from `tensors` as `tensors()` gave them after `step` steps."""
         self.step = step
         with torch.no_grad():
             for name, parameter in self._named.items():
-                parameter.copy_(tensors[f"weights.{name}"])
-                self.average[name].copy_(tensors[f"average.{name}"])
-                keys = ("step", "exp_avg", "exp_avg_sq")
-                self._optimizer.state[parameter] = {key: tensors[f"{key}.{name}"].clone() for key in keys}
+                parameter.copy_(part_like(tensors[f"weights.{name}"], parameter))
+                self.average[name].copy_(part_like(tensors[f"average.{name}"], parameter))
+                state = {key: tensors[f"{key}.{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq")}
+                self._optimizer.state[parameter] = {key: part_like(t, parameter) for key, t in state.items()}

@@ -27,6 +27,7 @@ class Launch:
     draft: DraftFacts | None = None
     draft_steps: int = 0
     capture_ids: tuple[int, ...] = ()
+    adaptive: Path | None = None  # the serving policy as SGLang's adaptive configuration (contracts/serving.py)
 
     def fields(self, told: SGLang) -> dict[str, Any]:
         """All settings that are not left to SGLang, by its own field names."""
@@ -76,13 +77,23 @@ class Launch:
     def _speculation(self) -> dict[str, Any]:
         if self.draft is None or self.capture_ids:
             return {}
-        return {
+        told = {
             "speculative_algorithm": ALGORITHM,
             "speculative_draft_model_path": str(self.draft.folder.resolve()),
             "speculative_num_steps": self.draft_steps,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": self.draft_steps + 1,
         }
+        return told | self._adaptive()
+
+    def _adaptive(self) -> dict[str, Any]:
+        """A server that turns it off says so in its log alone; the effective value is read back with all others."""
+        if self.adaptive is None:
+            return {}
+        told = {"speculative_adaptive": True, "speculative_adaptive_config": str(self.adaptive.resolve())}
+        if self.device == "cpu":  # a decode graph of its own for every draft length is more than a CPU's runner has
+            told |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
+        return told
 
     def expected(self, told: SGLang) -> dict[str, Any]:
         """What the server must report once it runs: all that it was told, save what it takes for a mere name."""

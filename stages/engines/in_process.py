@@ -36,7 +36,7 @@ NAME = "in_process"
 MAX_DRAFT_STEPS = 16
 _PREFILL_TOKENS = 2048  # prompt tokens in one pass
 
-Steps = int | Callable[[int], int]
+Steps = int | Callable[[int], int]  # or one that also says the `most` it may ask for; see _most
 Observe = Callable[[str, int, Tensor], None]
 
 
@@ -88,6 +88,19 @@ class Draft(Protocol):
     def move(self, source: int, to: int) -> None: ...
 
 
+class Load(Protocol):
+    """A load that changes while requests run. Implemented by benchmarks/stepped_load.py."""
+
+    def at_once(self, running: int) -> int:
+        """How many requests may run now that so many do; asked before each decode step. More that already run end as they
+        would; at 0, those that wait are not served."""
+        ...
+
+    def passed(self, batch: int, draft_steps: int, tokens: int) -> None:
+        """`batch` requests decoded with `draft_steps`, or prompts were run (0 and 0), and so many answer tokens came out."""
+        ...
+
+
 class InProcess:
     """A target, maybe a draft, and room for `slots` requests of at most `positions` tokens each."""
 
@@ -113,31 +126,40 @@ class InProcess:
         on_answer: Callable[[Answer], None] | None = None,
         observe: Observe | None = None,
         watch: Collection[str] | None = None,
+        load: Load | None = None,
     ) -> list[Answer]:
         """Answer all requests, at most `concurrency` at once; answers come in the requests' order.
 
         Args:
-            draft_steps: tokens drafted a verification, or a function of the running batch's size that gives them; with 0
-                the draft does nothing at all.
+            draft_steps: tokens drafted a verification, or a function of the running batch's size that gives them, called
+                once a pass and free to remember; with 0 the draft does nothing at all. The target's states are kept
+                meanwhile if it may be wanted later: it then first takes in all that it has not seen, and answers stay as
+                they are.
             on_answer: called as each answer ends.
             observe: called with (prompt_id, first position, states [n, F]) for all that is fed to the draft, of the prompts in
                 `watch` (None: all).
+            load: how many run at once, up to `concurrency`, as it changes.
 
         Raises:
             EngineError: a request that does not fit, more concurrency than slots, or drafting without a draft.
         """
         waiting = list(enumerate(requests))
         self._check([r for _, r in waiting], concurrency)
-        steps_for = self._steps(draft_steps, concurrency)
-        keep = any(steps_for(batch) for batch in range(1, concurrency + 1))
+        steps_for = draft_steps if callable(draft_steps) else lambda batch: draft_steps
+        keep = self._most(draft_steps, concurrency) > 0
+        passed = load.passed if load is not None else lambda batch, draft_steps, tokens: None
         waiting.reverse()
         self._running, self._watch, answers = [], watch, {}
         while waiting or self._running:
-            while waiting and len(self._running) < concurrency:
-                self._prefill(waiting, concurrency, keep)
+            room = concurrency if load is None else min(concurrency, load.at_once(len(self._running)))
+            if not room:
+                waiting.clear()
+            while waiting and len(self._running) < room:
+                passed(0, 0, self._prefill(waiting, room, keep))
             self._retire(answers, on_answer)
-            if self._running:
-                self._decode(steps_for(len(self._running)), keep, observe)
+            if batch := len(self._running):
+                steps = steps_for(batch)
+                passed(batch, steps, self._decode(steps, keep, observe))
                 self._retire(answers, on_answer)
         return [answers[i] for i in sorted(answers)]
 
@@ -160,9 +182,15 @@ class InProcess:
                     do="open the engine with more positions, or shorten the request",
                 )
 
-    def _steps(self, draft_steps: Steps, concurrency: int) -> Callable[[int], int]:
-        steps_for = draft_steps if callable(draft_steps) else lambda batch: draft_steps
-        most = max(steps_for(batch) for batch in range(1, concurrency + 1))
+    def _most(self, draft_steps: Steps, concurrency: int) -> int:
+        """The longest draft that may be asked for: what the engine gets ready for. One that remembers what it was asked is
+        not called to find out, but says it itself (`most`)."""
+        if not callable(draft_steps):
+            most = draft_steps
+        elif hasattr(draft_steps, "most"):
+            most = draft_steps.most(concurrency)  # type: ignore[reportFunctionMemberAccess]
+        else:
+            most = max(draft_steps(batch) for batch in range(1, concurrency + 1))
         if most > MAX_DRAFT_STEPS or (most and self.draft is None):
             raise EngineError(
                 "The engine cannot draft this far" if self.draft else "Drafting without a draft",
@@ -171,10 +199,10 @@ class InProcess:
                 got=str(most),
                 do="lower serve.draft_steps" if self.draft else "open the engine with a draft, or ask for 0 steps",
             )
-        return steps_for
+        return most
 
-    def _prefill(self, waiting: list[tuple[int, Request]], concurrency: int, keep: bool) -> None:
-        """Give slots to waiting requests, run their prompts in one pass and choose their first tokens."""
+    def _prefill(self, waiting: list[tuple[int, Request]], concurrency: int, keep: bool) -> int:
+        """Give slots to waiting requests, run their prompts in one pass, choose their first tokens and count them."""
         batch: list[Running] = []
         first_of: dict[tuple[int, ...], int] = {}  # equal prompts are run once, in the slot of the first of them
         tokens, free = 0, len(self._running)
@@ -205,9 +233,11 @@ class InProcess:
         for r, token in zip(batch, chosen, strict=True):
             r.take([token])
             r.first_token_ms = (time.perf_counter() - r.admitted_s) * 1e3
+        return len(batch)
 
-    def _decode(self, steps: int, keep: bool, observe: Observe | None) -> None:
-        """One pass of the target over the running batch: the newest token of each request and its draft."""
+    def _decode(self, steps: int, keep: bool, observe: Observe | None) -> int:
+        """One pass of the target over the running batch: the newest token of each request and its draft. Counts what came
+        out of it."""
         running, draft = self._running, self.draft
         lengths_B = self._tensor([len(r.tokens) - 1 for r in running])
         ids_BQ = self._tensor([r.tokens[-1:] for r in running])
@@ -217,7 +247,7 @@ class InProcess:
             for r, token in zip(running, chosen, strict=True):
                 r.take([token])
                 r.accepted.append(0)
-            return
+            return len(running)
         assert draft is not None
         sampled = any(r.random is not None for r in running)
         uniform = self._tensor([r.uniforms(2 * steps + 1) for r in running], torch.float64) if sampled else None
@@ -229,8 +259,11 @@ class InProcess:
         else:
             p = distribution(logits, self._temperatures(running))
             emitted, kept = verify_sampled(p, drafted_Bk, index_Bk, q, draft.target_ids, uniform[:, steps:])
+        taken = 0
         for r, tokens, count in zip(running, emitted.tolist(), kept.tolist(), strict=True):
-            r.accepted.append(min(count, r.take(tokens[: count + 1])))
+            taken += (came := r.take(tokens[: count + 1]))
+            r.accepted.append(min(count, came))
+        return taken
 
     def _pass(self, ids_BQ: Tensor, lengths_B: Tensor, keep: bool) -> Tensor:
         """Run the target; keep the states that the draft may want (those of refused tokens are written over later)."""

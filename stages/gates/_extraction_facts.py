@@ -1,13 +1,22 @@
-"""Prepared rows as counts and comparisons that plain expectations can judge."""
+"""Prepared rows as counts and comparisons that plain expectations can judge, taken a frame at a time: what is held of all
+rows is their sums and some numbers a row, and in full only the rows that a judgement can turn on."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from stages.gates._extraction_evidence import Evidence
+from stages.gates._judge import Expectation
+from stages.gates._sieve import telling
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -19,7 +28,6 @@ _TAKEN = (
     "domain",
     "split",
     "finish",
-    "messages",
     "repetitive",
     "on_policy",
     "prompt_tokens",
@@ -27,17 +35,147 @@ _TAKEN = (
 _COUNTED = ("tokens", "mask_tokens", "lowest_id", "highest_id", "strange_mask_values", "supervised_tokens")
 _COMPARED = ("longest_supervised_run", "first_supervised_token", "recomputed_row_id", "recomputed_prompt_id")
 _FACTS = [*_TAKEN, *_COUNTED, *_COMPARED, "begins_as_the_template", "opening_bos"]
+_COLUMNS = [*_FACTS, "splits_of_prompt"]
 
 
-def row_facts(evidence: Evidence) -> DataFrame:
-    """One line a row: counts and comparisons that plain expectations can judge."""
+@dataclass
+class Facts:
+    """What is said of all rows: `table` holds the telling ones of them, `rows` is how many there are."""
+
+    table: DataFrame
+    rows: int = 0
+    held_out_rows: int = 0
+    train_supervised_tokens: int = 0
+    supervised_tokens: int = 0
+    on_policy_tokens: int = 0
+    repetitive_rows: float = 0.0
+    shared_prompts: list[str] = field(default_factory=list)
+    of_source: dict[str, Counter[str]] = field(default_factory=dict)
+
+
+def row_facts(evidence: Evidence, expectations: Sequence[Expectation]) -> Facts:
+    """Facts of all rows; `expectations` are those that the table will be judged by."""
     import pandas as pd
 
-    splits: Any = evidence.rows.groupby("prompt_id")["split"].nunique()  # pandas is typed too widely to be of use
-    facts = [_facts(row, evidence) for row in evidence.rows.to_dict("records")]
-    frame = pd.DataFrame(facts, columns=_FACTS)
-    frame["splits_of_prompt"] = frame["prompt_id"].map(splits)
-    return frame
+    splits = _Splits(evidence)
+    found = Facts(pd.DataFrame(columns=_COLUMNS))
+    said = _Said()
+    kept: list[DataFrame] = []
+    for rows in _frames(evidence, None):
+        frame = pd.DataFrame([_facts(row, evidence) for row in rows.to_dict("records")], columns=_FACTS)
+        frame["splits_of_prompt"] = splits.of_prompts(frame["prompt_id"])
+        _count(found, frame)
+        said.take(rows)
+        again = splits.doubled(frame["row_id"], frame["prompt_id"])
+        if len(frame):
+            kept.append(_of(frame, telling(frame, expectations) | again))
+    if kept:
+        table = pd.concat(kept, ignore_index=True)
+        again = splits.doubled(table["row_id"], table["prompt_id"])
+        found.table = _of(table, telling(table, expectations) | again)
+    found.shared_prompts = said.shared()
+    return found
+
+
+def _of(frame: Any, keep: npt.NDArray[np.bool_]) -> DataFrame:
+    return frame[keep].reset_index(drop=True)
+
+
+def _frames(evidence: Evidence, columns: Sequence[str] | None) -> Iterator[DataFrame]:
+    import pandas as pd
+
+    if isinstance(evidence.rows, pd.DataFrame):
+        whole: Any = evidence.rows
+        yield whole if columns is None else whole[list(columns)]
+    else:
+        yield from evidence.rows.read(columns)
+
+
+def _count(found: Facts, frame: Any) -> None:
+    train, held = frame["split"] == "train", frame["split"] == "held_out"
+    tokens = frame["supervised_tokens"]
+    found.rows += len(frame)
+    found.held_out_rows += int(held.sum())
+    found.train_supervised_tokens += int(tokens[train].sum())
+    found.supervised_tokens += int(tokens.sum())
+    found.on_policy_tokens += int(tokens[frame["on_policy"].astype(bool)].sum())
+    found.repetitive_rows += float(frame["repetitive"].astype(float).sum())
+    for name, rows in frame.groupby("source"):
+        of = found.of_source.setdefault(str(name), Counter())
+        of["rows"] += len(rows)
+        of["supervised_tokens"] += int(rows["supervised_tokens"].sum())
+        of["capped"] += int((rows["finish"] == "capped").sum())
+
+
+class _Splits:
+    """Which names are there twice, and in how many splits a prompt stands; by 64 bits of each name."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        ids: dict[str, list[npt.NDArray[np.uint64]]] = {"row_id": [], "prompt_id": []}
+        splits: list[npt.NDArray[np.uint64]] = []
+        for frame in _frames(evidence, ("row_id", "prompt_id", "split")):
+            for name, of in ids.items():
+                of.append(_numbers(frame[name]))
+            splits.append(_numbers(frame["split"]))
+        rows, prompts, split = (np.concatenate([_NONE, *parts]) for parts in (ids["row_id"], ids["prompt_id"], splits))
+        self._rows, self._prompts = (_twice(of) for of in (rows, prompts))
+        again = np.isin(prompts, self._prompts)
+        pairs = {(int(p), int(s)) for p, s in zip(prompts[again], split[again], strict=True)}
+        self._splits = Counter(p for p, _ in pairs)
+
+    def of_prompts(self, prompts: Any) -> list[int]:
+        return [self._splits.get(int(p), 1) for p in _numbers(prompts)]
+
+    def doubled(self, rows: Any, prompts: Any) -> npt.NDArray[np.bool_]:
+        return np.isin(_numbers(rows), self._rows) | np.isin(_numbers(prompts), self._prompts)
+
+
+_NONE = np.zeros(0, np.uint64)
+
+
+def _numbers(names: Any) -> npt.NDArray[np.uint64]:
+    return np.fromiter((_number(str(n)) for n in names), np.uint64, len(names))
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _twice(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    found, counts = np.unique(numbers, return_counts=True)
+    return found[counts > 1]
+
+
+class _Said:
+    """What prompts say, after normalisation: 64 bits of each, and the names of the held-out rows."""
+
+    def __init__(self) -> None:
+        self._train: list[npt.NDArray[np.uint64]] = [_NONE]
+        self._held: list[tuple[str, int]] = []
+
+    def take(self, rows: Any) -> None:
+        numbers = _numbers([normalised_prompt(m) for m in rows["messages"]])
+        self._train.append(numbers[(rows["split"] == "train").to_numpy(bool)])
+        held = np.flatnonzero((rows["split"] == "held_out").to_numpy(bool))
+        self._held += [(rows["row_id"].iloc[i], int(numbers[i])) for i in held]
+
+    def shared(self) -> list[str]:
+        """Held-out rows whose prompt is also a training prompt."""
+        both = np.isin(np.array([n for _, n in self._held], np.uint64), np.concatenate(self._train))
+        return [row for (row, _), shared in zip(self._held, both, strict=True) if shared]
+
+
+def normalised_prompt(messages: str) -> str:
+    """The conversation before the first answer: roles and words, without case, spacing or punctuation."""
+    turns: list[str] = []
+    for message in json.loads(messages):
+        if message.get("role") == "assistant":
+            break
+        content = message.get("content")
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        words = re.findall(r"\w+", text.lower())
+        turns.append(f"{message.get('role')}: {' '.join(words)}")
+    return "\n".join(turns)
 
 
 def _facts(row: dict[str, Any], evidence: Evidence) -> dict[str, Any]:

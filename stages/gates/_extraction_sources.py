@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from stages.contracts.params import Params
 from stages.gates._extraction_evidence import AGAIN, Evidence
+from stages.gates._extraction_facts import Facts
 from stages.gates._judge import Expectation, Table, among, between, same
 
 
-def sources(evidence: Evidence, facts: Any, params: Params) -> Table:
+def sources(evidence: Evidence, facts: Facts, params: Params) -> Table:
     import pandas as pd
 
     gate = params.gates.extraction
@@ -17,7 +19,7 @@ def sources(evidence: Evidence, facts: Any, params: Params) -> Table:
     wanted = {s.name: s for s in params.prepare.sources}
     lines: list[dict[str, Any]] = []
     for name in dict.fromkeys([*wanted, *recorded]):
-        rows, source = facts[facts["source"] == name], recorded.get(name)
+        rows, source = facts.of_source.get(name, Counter()), recorded.get(name)
         read = source.rows_read if source else 0
         rejected = sum(source.rejects.values()) if source else 0
         lines.append(
@@ -28,15 +30,15 @@ def sources(evidence: Evidence, facts: Any, params: Params) -> Table:
                 ),
                 "domain": source.domain if source else "",
                 "domain_in_params": wanted[name].domain if name in wanted else "",
-                "rows": len(rows),
+                "rows": rows["rows"],
                 "rows_recorded": source.rows if source else 0,
-                "supervised_tokens": int(rows["supervised_tokens"].sum()),
+                "supervised_tokens": rows["supervised_tokens"],
                 "supervised_tokens_recorded": source.supervised_tokens if source else 0,
                 "rows_read": read,
                 "rows_and_rejects": (source.rows - source.extra_rows if source else 0) + rejected,
                 "reject_share": rejected / read if read else 0.0,
                 "rejects": ", ".join(f"{n} {r}" for r, n in sorted(source.rejects.items())) if source else "",
-                "capped_share": float((rows["finish"] == "capped").mean()) if len(rows) else 0.0,
+                "capped_share": rows["capped"] / rows["rows"] if rows["rows"] else 0.0,
             }
         )
     for line in lines:

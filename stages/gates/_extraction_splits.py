@@ -2,58 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stages.contracts.params import Params
-from stages.gates._extraction_evidence import AGAIN, Evidence
+from stages.gates._extraction_evidence import AGAIN
+from stages.gates._extraction_facts import Facts
 from stages.gates._judge import Expectation, Table, between
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
-
-def splits(evidence: Evidence, facts: Any, params: Params) -> Table:
+def splits(facts: Facts, params: Params) -> Table:
     import pandas as pd
 
-    gate = params.gates.extraction
-    held, train = facts[facts["split"] == "held_out"], facts[facts["split"] == "train"]
-    supervised = int(facts["supervised_tokens"].sum())
-    on_policy = int(facts.loc[facts["on_policy"].astype(bool), "supervised_tokens"].sum())
-    shared = _overlap(held, train)
+    held, shared = facts.held_out_rows, facts.shared_prompts
+    supervised = facts.supervised_tokens
     line = {
         "set": "all sources",
-        "rows": len(facts),
-        "held_out_rows": len(held),
-        "train_supervised_tokens": int(train["supervised_tokens"].sum()),
-        "on_policy_share": on_policy / supervised if supervised else 0.0,
-        "repetitive_share": float(facts["repetitive"].astype(float).mean()) if len(facts) else 0.0,
-        "prompt_overlap_share": len(shared) / len(held) if len(held) else 0.0,
-        "overlap_words": f"{len(shared)} of {len(held)} held-out prompts"
+        "rows": facts.rows,
+        "held_out_rows": held,
+        "train_supervised_tokens": facts.train_supervised_tokens,
+        "on_policy_share": facts.on_policy_tokens / supervised if supervised else 0.0,
+        "repetitive_share": facts.repetitive_rows / facts.rows if facts.rows else 0.0,
+        "prompt_overlap_share": len(shared) / held if held else 0.0,
+        "overlap_words": f"{len(shared)} of {held} held-out prompts"
         + (f": rows {', '.join(shared[:5])}" if shared else ""),
     }
-    return Table("splits", pd.DataFrame([line]), "set", _split_expectations(gate))
-
-
-def _overlap(held: DataFrame, train: DataFrame) -> list[str]:
-    """Held-out rows whose prompt, after normalisation, is also a training prompt."""
-    seen = {normalised_prompt(m) for m in train["messages"]}
-    pairs = zip(held["row_id"], held["messages"], strict=True)
-    return [row_id for row_id, messages in pairs if normalised_prompt(messages) in seen]
-
-
-def normalised_prompt(messages: str) -> str:
-    """The conversation before the first answer: roles and words, without case, spacing or punctuation."""
-    turns: list[str] = []
-    for message in json.loads(messages):
-        if message.get("role") == "assistant":
-            break
-        content = message.get("content")
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        words = re.findall(r"\w+", text.lower())
-        turns.append(f"{message.get('role')}: {' '.join(words)}")
-    return "\n".join(turns)
+    return Table("splits", pd.DataFrame([line]), "set", _split_expectations(params.gates.extraction))
 
 
 def _split_expectations(gate: Any) -> tuple[Expectation, ...]:

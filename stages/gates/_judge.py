@@ -48,12 +48,18 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows to judge; `key` is the column that names a row to a person."""
+    """Rows to judge; `key` is the column that names a row to a person. `count`: of how many rows these are the telling ones
+    (_sieve.py); None when they are all."""
 
     name: str
     rows: DataFrame
     key: str
     expectations: tuple[Expectation, ...]
+    count: int | None = None
+
+    @property
+    def total(self) -> int:
+        return len(self.rows) if self.count is None else self.count
 
     def asked(self) -> tuple[Expectation, ...]:
         """The expectations, after the two that Great Expectations does not make by itself."""
@@ -230,7 +236,7 @@ def _demand_computed(table: Table, result: Any) -> None:
 
 def _check(table: Table, e: Expectation, result: dict[str, Any]) -> Check:
     at: list[int] = sorted(result["rows"])
-    total = len(table.rows)
+    total = table.total
     if result["success"] or total == 1:  # of one row the figure itself is worth more than how many rows fail
         actual = _all_good(table, e)
     elif not at:
@@ -251,7 +257,7 @@ def _check(table: Table, e: Expectation, result: dict[str, Any]) -> Check:
 
 
 def _all_good(table: Table, e: Expectation) -> str:
-    total = len(table.rows)
+    total = table.total
     if not e.columns:
         return f"{total} row{'s' * (total != 1)}"
     if e.tell and total == 1:

@@ -24,13 +24,14 @@ __all__ = ["Evidence", "tables"]
 
 def tables(evidence: Evidence, params: Params) -> list[Table]:
     """Tables files, target, rows, sources, splits, quality; the order in which a person mends things."""
-    facts = row_facts(evidence)
+    asked = row_expectations(evidence, params)
+    facts = row_facts(evidence, asked)
     return [
         _files(evidence.files),
         _target(evidence, params),
-        Table("rows", facts, "row_id", row_expectations(evidence, params)),
+        Table("rows", facts.table, "row_id", asked, facts.rows),
         sources(evidence, facts, params),
-        splits(evidence, facts, params),
+        splits(facts, params),
         quality(evidence.quality, evidence.earlier, digest_of_rows(evidence.manifest), params.gates.extraction),
     ]
 

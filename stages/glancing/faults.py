@@ -8,18 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from stages.contracts.adoption import MENDED_MASKS
 from stages.glancing.runs import Run
 from stages.glancing.told import Note
 
 _DEFAULT_BATCH = 8  # speculators 0.3-0.4, scripts/data_generation_offline.py --batch-size
 _PASS_TOKENS = 8192  # what one pass of its vLLM generator took before it cut a prefill in pieces
+_VERSION = 40  # characters of one that are read: a config may say anything
+_INDEX = re.compile(r"[0-9]{1,18}")
 _STRING_ORDER = 10  # up to "9", text and number sort alike
 _PROBE = "`--deep` compares masks with tokens; with the target at hand it also recomputes sampled rows"
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
     """0.4.0.1 -> (0, 4, 0, 1); what follows a letter is left out."""
-    return tuple(int(n) for n in re.match(r"[\d.]*", version)[0].split(".") if n)  # type: ignore[index]
+    return tuple(int(n) for n in re.match(r"[\d.]*", version[:_VERSION])[0].split(".") if n)  # type: ignore[index]
 
 
 def known_faults(tool: str, era: str, runs: Sequence[Run], lengths: Mapping[str, Mapping[str, int]]) -> list[Note]:
@@ -58,7 +61,7 @@ def _paired(run: Run, lengths: Mapping[str, int]) -> list[Note]:
 
 
 def _batches_above(lengths: Mapping[str, int], batch: int) -> tuple[int, int] | None:
-    if not lengths or not all(k.isdigit() for k in lengths):
+    if not lengths or not all(map(_INDEX.fullmatch, lengths)):
         return None
     ordered = [n for _, n in sorted(lengths.items(), key=lambda item: int(item[0]))]
     sums = [sum(ordered[i : i + batch]) for i in range(0, len(ordered), batch)]
@@ -71,22 +74,37 @@ def displaced(batch: int) -> int:
     return sum(int(name) != i for i, name in enumerate(sorted(map(str, range(batch)))))
 
 
+def permuted(run: Run) -> bool:
+    """Whether the version and the batch that a run names have put masks beside other rows' tokens for certain."""
+    return any(n.level == "fault" for n in _permuted(run))
+
+
 def _permuted(run: Run) -> list[Note]:
     """0.4.0 and 0.4.0.1 gave ids and states in text order ("10" before "2"), masks in list order."""
     version = run.version or ""
     if not (0, 4, 0) <= numbers_of(version) <= (0, 4, 0, 1):
         return []
-    if run.batch_size is None:
+    if run.batch_size is None and not run.mended:
         words = f"speculators {version} permuted masks in batches above {_STRING_ORDER}; the command is not recorded, so the batch is not known"
         return [Note("risk", words, "`--deep` recomputes masks from tokens", run.folder)]
+    if run.mended:
+        words = (
+            f"The masks that speculators {version} put beside other rows' tokens were mended: {MENDED_MASKS} says which"
+        )
+        return [Note("fine", words, where=run.folder)]
     batch = run.batch_size or _DEFAULT_BATCH
     told = f"batches of {batch}" + ("" if run.batch_size else ", its default")
     if batch <= _STRING_ORDER:
         words = f"The permuted masks of speculators {version} are ruled out: it ran {told}, and up to {_STRING_ORDER} text and number sort alike"
         return [Note("fine", words, where=run.folder)]
     words = f"speculators {version} in {told}: {displaced(batch)} of every {batch} rows carry another row's loss mask (ids and states agree)"
-    do = "keep the states: adopted (capture.adopt), they take the masks of the prepared rows"
+    do = "keep the states: mend_masks puts the masks back, and adopted (capture.adopt) rows take the prepared ones"
     return [Note("fault", words, do, run.folder)]
+
+
+def mend_command(root: str) -> str:
+    """What puts the masks of the store at `root` in order."""
+    return f"python -m stages.mend_masks {root} {root.rstrip('/')}-mended"
 
 
 def _truncated(run: Run, lengths: Mapping[str, int]) -> list[Note]:

@@ -57,9 +57,10 @@ def frame_of(contents: Contents, size: int, tokens: int) -> Frame | None:
 
 
 def _bytes(value: Any) -> int:
+    """Of a tensor, or of a list of them: no tool nests them deeper."""
     if isinstance(value, Shape):
         return prod(value.dims) * _WIDTHS.get(value.dtype, 1 if "float8" in value.dtype else 2)
-    return sum(_bytes(v) for v in value) if isinstance(value, list) else 0
+    return sum(_bytes(v) for v in value if isinstance(v, Shape)) if isinstance(value, list) else 0
 
 
 @dataclass

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from stages.contracts.adoption import MENDED_MASKS
+
 CONFIG, LENGTHS = "data_config.json", "sample_lengths.json"
 _MAX_JSON = 256 << 20
-_BATCH = re.compile(r"--batch[-_]size[ =](\d+)")
+_BATCH = re.compile(r"--batch[-_]size[ =](\d{1,9})(?!\d)")
 
 
 @dataclass(frozen=True)
 class Run:
     """What one run says of itself; None where it does not. folder: relative to the store's root.
 
-    batch_size: rows in a batch, from the command; 0 when the command names none, so that the tool's default held.
+    mended: whether mend_masks put its masks in order; batch_size: rows in a batch, from the command; 0 when the command names none, so that the tool's default held.
     """
 
     folder: str
@@ -34,6 +36,7 @@ class Run:
     seed: int | None = None
     source: str | None = None
     dtype: str | None = None
+    mended: bool = False
 
 
 def read_object(path: Path) -> dict[str, Any] | str | None:
@@ -123,10 +126,13 @@ def read_runs(root: Path, folders: list[str], tool: str) -> tuple[list[Run], lis
         elif raw:
             bad.append(("manifest.json", raw))
         return runs, bad
+    mended = read_object(root / MENDED_MASKS)
+    in_order = section(mended, "folders") if isinstance(mended, dict) else {}
     for folder in folders if "" in folders else ["", *folders]:
         raw = read_object(root / folder / CONFIG)
         if isinstance(raw, dict):
-            runs.append(speculators_run(folder, raw))
+            run = speculators_run(folder, raw)
+            runs.append(replace(run, mended=folder in in_order or (not folder and bool(in_order))))
         elif raw:
             bad.append((f"{folder}/{CONFIG}".lstrip("/"), raw))
     return runs, bad

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stages.glancing.contents import Contents, contents_of
-from stages.glancing.faults import known_faults, numbers_of
+from stages.glancing.faults import known_faults, mend_command, numbers_of, permuted
 from stages.glancing.folders import File, Folder, Frame, account, frame_of, range_of
 from stages.glancing.judging import tell_folders, tell_strange
 from stages.glancing.places import Depth, PointsOf, Readings, Slots, tell_points
@@ -72,7 +72,7 @@ def survey(root: Path, kind: Kind, files: Sequence[File], strange: Sequence[Path
             "only the target gives it back",
         )
     told.what = _what(kind, runs)
-    told.next = _next(told, folders)
+    told.next = _next(told, folders, runs)
     return told
 
 
@@ -178,12 +178,14 @@ def _what(kind: Kind, runs: Sequence[Run]) -> str:
     return f"hidden states of {_tool(kind)}, version not recorded"
 
 
-def _next(told: Told, folders: Sequence[Folder]) -> list[str]:
+def _next(told: Told, folders: Sequence[Folder], runs: Sequence[Run]) -> list[str]:
     """What to do now: the missing rows, the values, and where the store can go."""
     again = [f"rows_{a}-{b}" for a, b in told.facts["gaps"]]
     again += [f.name for f in folders if f.holes or f.empty or f.small or (f.short and f.run)]
     named = some([name for name in again if name]) or "the rows above"
     steps = [f"extract again what is missing: {named}"] if again else []
+    if any(permuted(run) for run in runs):
+        steps.append(mend_command(told.path))
     steps.append(f"python -m stages.glance {told.path} --deep")
     if told.facts["states_in_a_row"] == 4 and told.facts["last_state"] != "after_final_norm":
         more = "" if told.facts["layer_ids"] else ", capture.adopt_layer_ids"

@@ -100,3 +100,23 @@ def tell_weights(told: Told, weights: Weights) -> None:
             f"Weights are pickled ({weights.files[0]}); nothing here runs such a file",
             "convert them to safetensors",
         )
+
+
+def tell_config(told: Told, config: dict[str, Any] | str | None) -> None:
+    """That config.json cannot be read, or is not there: nothing loads such a checkpoint."""
+    if not isinstance(config, dict):
+        words = f"config.json cannot be read: {config}" if config else "No config.json"
+        told.add("fault", words, "fetch or export the checkpoint again", "config.json" if config else "")
+
+
+def tell_checkpoint(folder: Path, config: str | None) -> Told | None:
+    """A folder of weights whose config.json is damaged, so that it cannot be told whether it is a draft or a target; None
+    where there are no weights, or no config.json: tools keep weights of many kinds without one."""
+    weights = read_weights(folder) if config else None
+    if weights is None or not weights.files:
+        return None
+    told = Told(str(folder), "folder", "checkpoint whose config.json cannot be read")
+    tell_config(told, config)
+    tell_weights(told, weights)
+    told.next = ["fetch or export the checkpoint again"]
+    return told

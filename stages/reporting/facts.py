@@ -55,6 +55,7 @@ class Line:
     reports: dict[GateName, GateReport] = field(default_factory=dict)
     training_curves: Curves = field(default_factory=dict)
     held_out_curves: Curves = field(default_factory=dict)
+    speed_curves: Curves = field(default_factory=dict)
     unreadable: list[str] = field(default_factory=list)
 
     def subject_digest(self, gate: GateName) -> str | None:
@@ -117,6 +118,7 @@ def read_line(root: Path = Path()) -> Line:
             line.reports[gate] = report
     line.training_curves = curves("training")
     line.held_out_curves = curves("held_out")
+    line.speed_curves = curves("speed")
     return line
 
 

@@ -151,9 +151,11 @@ def _curves(line: Line, params: Params | None) -> dict[str, Any] | None:
     found = {"training": line.training_curves.get("loss", []), "held out": line.held_out_curves.get("loss", [])}
     loss = [Series(name, points, f"s{2 * i}", dots=i > 0) for i, (name, points) in enumerate(found.items()) if points]
     held = [
-        Series(name, points, _style(name, line), dots=True)
+        Series(name, points, _style(name, line), bounds=_interval(line) if name == "overall" else (), dots=True)
         for name, points in (sorted(_accept_columns(line).items(), key=lambda c: (c[0] != "overall", c[0])))
     ]
+    if known := line.held_out_curves.get("train_like"):
+        held.append(Series("rows trained on", known, "s4", dots=True))
     least = params.gates.deployment.min_accept_length if params else None
     if not loss and not held:
         return None
@@ -168,6 +170,45 @@ def _curves(line: Line, params: Params | None) -> dict[str, Any] | None:
             level=(least, f"least, overall {least:g}") if least else None,
         ),
         "held_series": held,
+        **_more_curves(line),
+    }
+
+
+def _interval(line: Line) -> list[tuple[float, float]]:
+    """The interval of every overall accept length."""
+    low, high = (line.held_out_curves.get(name, []) for name in ("low", "high"))
+    return [(a, b) for (_, a), (_, b) in zip(low, high, strict=False)]
+
+
+def _more_curves(line: Line) -> dict[str, Any]:
+    """Acceptance by place in the draft, and where the time went."""
+    places = [
+        Series(f"draft token {name.removeprefix('accepted_')}", points, f"s{i % 5}", dots=True)
+        for i, (name, points) in enumerate(
+            sorted((n, p) for n, p in line.held_out_curves.items() if n.startswith("accepted_"))
+        )
+    ]
+    speed = [Series("tokens/s", points, "s0") for points in (line.speed_curves.get("tokens_per_s"),) if points]
+    waiting, memory = (line.speed_curves.get(name) for name in ("waiting_share", "peak_memory_mb"))
+    return {
+        "places": lines(
+            places,
+            title="Share of drafted tokens accepted by step, held out",
+            x_label="optimizer step",
+            y_label="accepted",
+            percent=True,
+            from_zero=True,
+        ),
+        "places_series": places,
+        "speed": lines(
+            speed,
+            title="Training speed by step",
+            x_label="optimizer step",
+            y_label="supervised tokens/s",
+            from_zero=True,
+        ),
+        "waiting": max((share for _, share in waiting), default=0.0) if waiting else None,
+        "memory": max((size for _, size in memory), default=0.0) if memory else None,
     }
 
 
@@ -310,13 +351,11 @@ def _arm_name(name: str, by: dict[int, Any]) -> str:
 def _policy(line: Line) -> list[dict[str, Any]]:
     if line.policy is None:
         return []
-    levels = line.policy.levels
     rows: list[dict[str, Any]] = []
-    for i, level in enumerate(levels):
-        last = levels[i + 1].min_batch - 1 if i + 1 < len(levels) else line.policy.measured_up_to
-        span = str(level.min_batch) if last == level.min_batch else f"{level.min_batch} to {last}"
-        rows.append({"span": span, "level": level})
-    return [*rows, {"span": f"above {line.policy.measured_up_to}", "level": None}]
+    for span in line.policy.spans():
+        named = f"above {span.first - 1}" if span.last is None else f"{span.first} to {span.last}"
+        rows.append({"span": str(span.first) if span.last == span.first else named, "level": span.level})
+    return rows
 
 
 def _chain(line: Line) -> list[tuple[str, str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stages.acceptance.lengths import Answer, accept_length, by_domain
+from stages.acceptance.lengths import Answer, accept_length, by_domain, gain
 
 
 def test_accept_length_is_tokens_over_verifications_with_bonus_and_first_token() -> None:
@@ -43,3 +43,18 @@ def test_equal_answers_have_no_spread() -> None:
 def test_domains_are_kept_apart() -> None:
     found = by_domain([Answer(5, (3,)), Answer(2, (0,)), Answer(4, (2,))], ["coding", "general", "coding"], 3)
     assert {d: (a.requests, a.accept_length) for d, a in found.items()} == {"coding": (2, 4.5), "general": (1, 2.0)}
+
+
+def test_a_gain_over_the_same_answers_is_seen_where_two_intervals_overlap() -> None:
+    before = [(20 + i % 7, 10 + i % 9) for i in range(40)]
+    now = [(tokens, verifications - 1) for tokens, verifications in before]
+    told = [accept_length([Answer(t, (0,) * v) for t, v in pairs], 3) for pairs in (before, now)]
+    assert told[0].high > told[1].low, "apart, they could be one"
+    here, low, high = gain(before, now)
+    assert here == pytest.approx(told[1].accept_length - told[0].accept_length) and 0 < low < here < high
+
+
+def test_no_gain_is_none() -> None:
+    same = [(20, 10), (30, 9)]
+    assert gain(same, same) == (0.0, 0.0, 0.0) and gain([], []) == (0.0, 0.0, 0.0)
+    assert gain([(1, 0)], [(1, 0)]) == (0.0, 0.0, 0.0)

@@ -1,7 +1,7 @@
 """Round trips with the tools themselves: their readers on what is written here, their readers' view against ours.
 
 Each peer stands unpacked in a folder of its own, <name>-<version>, below the folder that DRAFTLINE_PEERS names, beside
-`deps` with what it imports (`pip install --no-deps --target`). Nothing is fetched here; what is absent is skipped.
+`deps` with what it imports; `make peers` puts them into .peers. Nothing is fetched here; what is absent is skipped.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from stages.bridges.stores import open_store
 from tests.bridges import samples as make
 
 pytestmark = pytest.mark.slow
-PEERS = Path(os.environ.get("DRAFTLINE_PEERS", "no such folder"))
+PEERS = Path(os.environ.get("DRAFTLINE_PEERS", Path(__file__).parents[2] / ".peers"))
 
 
 def ask(peer: str, code: str, *arguments: str) -> Any:
     """What `code` prints as JSON, run with the peer on its path."""
     if not (PEERS / peer).is_dir():
-        pytest.skip(f"{peer} is not there: unpack it below the folder that DRAFTLINE_PEERS names")
+        pytest.skip(f"{peer} is not there: `make peers`, or unpack it below the folder that DRAFTLINE_PEERS names")
     path = os.pathsep.join(str(p) for p in (PEERS / peer, PEERS / "deps"))
     told = subprocess.run(
         [sys.executable, "-c", code, *arguments],

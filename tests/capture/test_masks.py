@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from stages.bridges.stores import open_store
 from stages.capture.adopted import match
 from stages.capture.findings import Finding, RowHead
 from stages.capture.mask_order import MaskFacts, MaskOrder, find_order, text_order, text_rank
-from stages.capture.mask_repair import mask_facts, rebuild_masks, reorder_masks
+from stages.capture.mask_repair import explain, mask_facts, own_masks
 from stages.capture.masks import MaskRule, choose_rule, rules_of, template_rules
 from stages.capture.rows import Row, row_id
 from stages.capture.values import check_values, read_each
@@ -106,32 +107,37 @@ def test_a_run_that_crashed_within_a_batch_and_was_resumed_is_explained(
     assert {f.kind for f in faults(found)} <= {"mask_order", "duplicate"}, "a resumed run repeats rows"
 
 
-def test_the_masks_are_rebuilt_from_the_tokens_and_the_states_are_the_same_objects(
+def test_masks_are_taken_from_where_they_stand_whole_and_made_from_the_tokens_elsewhere(
     tmp_path: Path, folder: Path, rule: MaskRule
 ) -> None:
     rows = chats(folder, 40)
-    opened = open_store(store(tmp_path, as_0_4_0(rows, 16)))
-    right = {tuple(s.ids.tolist()): s.mask for s in rows}
-    stored = list(opened.rows())
-    mended = list(rebuild_masks(stored, rule))
-    assert all(torch.equal(m.loss_mask, right[tuple(m.input_ids.tolist())].to(torch.uint8)) for m in mended)
-    assert all(m.aux is s.aux and m.last is s.last for m, s in zip(mended, stored, strict=True))
-    again = [f for m in mended if (f := mask_facts(m, rule))]
+    right = {tuple(s.ids.tolist()): bytes(s.mask.tolist()) for s in rows}
+    stored = list(open_store(store(tmp_path, as_0_4_0(rows, 16))).rows())
+    facts = {f.number: f for row in stored if (f := mask_facts(row, rule))}
+    explained = explain(facts)
+    assert explained is not None
+    masks, made = own_masks({n: f"data_{n}.pt" for n in facts}, explained[1], explained[0])
+    own = {int(row.index): right[tuple(row.input_ids.tolist())] for row in stored}
+    assert masks == {n: own[n] for n in explained[0].misplaced} and 0 < len(made) < len(masks)
+    again = [replace(f, mask=masks.get(n, f.mask)) for n, f in facts.items()]
     assert find_order(again) is None and all(f.in_place for f in again)
 
 
 def test_masks_that_were_not_cut_are_put_back_without_a_template(tmp_path: Path, folder: Path) -> None:
     rows = chats(folder, 24, length=150)
-    right = {tuple(s.ids.tolist()): s.mask for s in rows}
-    opened = open_store(store(tmp_path, as_0_4_0(rows, 12)))
-    stored = list(opened.rows())
+    right = {tuple(s.ids.tolist()): bytes(s.mask.tolist()) for s in rows}
+    stored = list(open_store(store(tmp_path, as_0_4_0(rows, 12))).rows())
+    facts = {f.number: f for row in stored if (f := mask_facts(row, None))}
     source = {12 * b + k: 12 * b + item for b in range(2) for k, item in enumerate(text_order(12))}
-    order = MaskOrder(12, (0, 12), source, ())
-    for row in reorder_masks(stored, order):
-        assert torch.equal(row.loss_mask.long(), right[tuple(row.input_ids.tolist())])
-    cut = list(open_store(store(tmp_path / "cut", as_0_4_0(chats(folder, 24), 12))).rows())
-    with pytest.raises(DataError, match=r"own mask is not whole(.|\n)*cut to that row's length(.|\n)*chat template"):
-        list(reorder_masks(cut, order))
+    order = MaskOrder(12, (0, 12), source, tuple(range(24)))
+    masks, made = own_masks({n: "data" for n in facts}, facts, order)
+    assert not made and all(masks[int(r.index)] == right[tuple(r.input_ids.tolist())] for r in stored)
+    cut = {n: replace(f, mask=f.mask[:100]) for n, f in facts.items()}
+    with pytest.raises(DataError, match=r"own mask is not whole(.|\n)*100, cut to that row's length(.|\n)*template"):
+        own_masks({n: "data" for n in cut}, cut, order)
+    blank = {n: replace(f, right=bytes(150)) for n, f in cut.items()}
+    with pytest.raises(DataError, match=r"No loss mask can be rebuilt for a row(.|\n)*data: its mask(.|\n)*header"):
+        own_masks({n: "data" for n in blank}, blank, order)
 
 
 def test_a_single_wrong_mask_is_named_with_the_token_where_it_departs(
@@ -196,16 +202,26 @@ def test_a_permuted_store_is_adopted_with_the_prepared_masks_and_loses_no_row(tm
     assert len(found.home) == 24 and found.faulty == {} and found.counts["differing_masks"] == 2 * 10
 
 
+def test_an_id_beyond_32_bits_is_not_taken_for_the_token_that_its_lower_half_names(
+    tmp_path: Path, folder: Path
+) -> None:
+    rows = chats(folder, 2)
+    wanted = [s.ids.numpy().astype(np.int32) for s in rows]
+    masks = [s.mask.numpy().astype(np.uint8) for s in rows]
+    rows[0].ids[3] += 1 << 32
+    found = match(
+        open_store(store(tmp_path, rows)),
+        [Row(row_id(i, m), i, m) for i, m in zip(wanted, masks, strict=True)],
+        3,
+        make.HIDDEN,
+    )
+    assert list(found.home) == [row_id(wanted[1], masks[1])] and found.counts["unused"] == 1
+
+
 def test_numbers_sorted_as_text() -> None:
     assert text_order(12) == [0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9] and text_order(10) == list(range(10))
     for count in (1, 9, 10, 11, 12, 99, 100, 101, 1234):
         assert [text_rank(number, count) for number in text_order(count)] == list(range(count))
-
-
-def test_a_row_without_an_answer_cannot_be_rebuilt_and_is_named(rule: MaskRule) -> None:
-    row = RowHead(7, "data_7.pt", torch.tensor([5, 6, 7]), None, (), None)
-    with pytest.raises(DataError, match=r"No loss mask can be rebuilt(.|\n)*data_7.pt: 7(.|\n)*assistant's header"):
-        list(rebuild_masks([row], rule))
 
 
 def test_rules_follow_the_template_and_the_one_the_masks_follow_is_chosen(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from stages.contracts.errors import DataError
 from stages.corpus import formats
-from stages.corpus.conversations import check_turns, prompt_of
+from stages.corpus.conversations import check_turns
 from stages.corpus.items import Item, Reject, RowFault
 from stages.corpus.sources import read_files
 
@@ -128,8 +128,8 @@ def test_keys_that_a_row_lacks_stay_absent(tmp_path: Path) -> None:
 
 
 def test_the_prompt_to_regenerate_ends_before_the_last_answer() -> None:
-    assert prompt_of((U, A, U, A)) == (U, A, U)
-    assert prompt_of((U,)) == (U,)
+    assert Item("i", (U, A, U, A)).asked().messages == (U, A, U)
+    assert Item("i", (U,)).asked().messages == (U,)
 
 
 def test_a_source_without_a_file_stops(tmp_path: Path) -> None:

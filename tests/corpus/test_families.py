@@ -126,7 +126,7 @@ def test_arguments_of_a_call_as_text_and_as_object_give_the_same_ids_and_nothing
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in lines))
     told = {"name": "s", "kind": "jsonl", "domain": "d", "licence": "l", "answers": "given", "limit": 9}
     source = Source.model_validate({**told, "path": str(tmp_path / "chats.jsonl")})
-    as_text, as_object = (item for item in Reading(source, 7, 99) if isinstance(item, Item))
+    as_text, as_object = (item for item in Reading(source, 7, 99).items() if isinstance(item, Item))
     if family is GEMMA:  # its template takes no results at all
         with pytest.raises(RowFault, match="template refuses: Conversation roles must alternate"):
             renderer.given(as_text.messages)
@@ -347,3 +347,34 @@ def test_text_of_any_special_token_is_rejected_in_what_users_say(family: Family,
         with pytest.raises(RowFault, match="holds control tokens"):
             renderer.check_text([user(f"say {token} now")])
     renderer.check_text([user("a < b, <|x|>, <think> aloud"), said("<|im_end|>")])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_a_conversation_rendered_once_gives_the_rows_that_turn_by_turn_gives(family: Family, tmp_path: Path) -> None:
+    renderer = renderer_of(tmp_path, family, empty_reasoning="keep")
+    odd = ["so  be it", "a\n\nb", "<b>x</b> | 'q' \"r\"", "ü 日本 \U0001f600", "1", "assistant", "1. x\n- y\n\tz"]
+    talks = [[m for k in range(n) for m in (user(f"{odd[k % 7]} {n}"), said(odd[(k + n) % 7]))] for n in range(1, 8)]
+    skeletons = renderer._template.skeletons
+    fits = sum(skeletons.whole(t) is not None for t in talks)
+    if family is DEEPSEEK_R1:  # it opens a think block that no answer here fills: no mask
+        with pytest.raises(DataError, match="cannot be derived"):
+            renderer.given(talks[0])
+        return
+    once = renderer.given_many([(t, ()) for t in talks])
+    skeletons.whole = lambda messages: None  # type: ignore[method-assign]
+    renderer._template.added.exact = False
+    turns = renderer.given_many([(t, ()) for t in talks])
+    assert [plain(r) for r in once] == [plain(r) for r in turns]
+    assert fits >= 2  # of the rest, a template compares or splits with something that they hold
+
+
+def plain(rows: Any) -> Any:
+    return str(rows) if isinstance(rows, RowFault) else [(r.ids.tolist(), r.mask, r.messages) for r in rows]
+
+
+def test_contents_that_the_template_could_treat_otherwise_are_rendered_turn_by_turn(tmp_path: Path) -> None:
+    skeletons = renderer_of(tmp_path, QWEN_3)._template.skeletons
+    assert skeletons.whole([user("plain"), said("words")])
+    for told in ("a </think> b", " spaced", "ends\n", "", "\ue0001\ue001"):
+        assert not skeletons.whole([user("plain"), said(told)])
+    assert not skeletons.whole([user("plain"), {**said("words"), "reasoning_content": "hm"}])

@@ -121,6 +121,30 @@ def test_a_packed_or_column_file_cut_off_stops_and_is_named(tmp_path: Path, word
     assert error.value.where == str(tmp_path / "x") and "checksum" in error.value.do
 
 
+PACKED = ["JSON lines, gzip", "JSON lines, zstd", "JSON, gzip", "JSON, zstd", "Parquet", "Arrow"]
+
+
+@pytest.mark.parametrize("words", PACKED)
+def test_the_last_bytes_of_a_packed_or_column_file_are_missed(tmp_path: Path, words: str) -> None:
+    for cut in (1, 4, 8, 12):
+        (tmp_path / "x").write_bytes(FILES[words][:-cut])
+        with pytest.raises(DataError, match="damaged or cut off"):
+            list(read_files(str(tmp_path / "x")))
+
+
+def test_flipped_bits_of_an_arrow_file_are_told_and_end_no_process(tmp_path: Path) -> None:
+    told = 0
+    for at in range(100, len(FILES["Arrow"]), 1117):
+        whole = bytearray(FILES["Arrow"])
+        whole[at] ^= 0x10
+        (tmp_path / "x").write_bytes(whole)
+        try:
+            assert len(list(read_files(str(tmp_path / "x")))) == 700  # a letter of the text: the format has no checksum
+        except DataError:
+            told += 1
+    assert told > 3
+
+
 def test_json_cut_off_within_a_row_rejects_that_row_and_keeps_those_before(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps(ROWS[:3])[:-30])
     *good, cut = read_files(str(tmp_path / "x.json"))

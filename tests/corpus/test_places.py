@@ -44,6 +44,11 @@ def test_a_path_that_names_nothing_says_what_was_looked_for(tmp_path: Path) -> N
             find(path)
 
 
+def test_a_path_longer_than_the_file_system_allows_is_told_in_words() -> None:
+    with pytest.raises(DataError, match=r"path is longer than[\s\S]*\(307 characters\)[\s\S]*mend `path`"):
+        find("a" * 300 + "/*.json")
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

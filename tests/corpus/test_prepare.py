@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from transformers import PreTrainedTokenizerFast
 
 from stages import prepare
 from stages.contracts.errors import DataError, ParamsError
@@ -18,6 +22,11 @@ from stages.contracts.files import file_digest
 from stages.contracts.manifest import PREPARED_MANIFEST, PreparedManifest
 from stages.contracts.params import load_params
 from stages.contracts.quality import PREPARED_QUALITY, PreparedQuality, digest_of_rows, token_bin
+from stages.corpus import gather
+from stages.corpus.answers import Generated
+from stages.corpus.parallel import Processes
+from stages.corpus.rows import answered_rows
+from stages.corpus.spool import Candidate
 from tests.tiny import HIDDEN, LAYERS, POINTS, make_target
 
 EOS = 2
@@ -39,7 +48,7 @@ def line(tmp_path: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> di
     raw["merge"]["draft_vocab_size"] = 64
     raw["gates"]["deployment"]["min_domain_accept_length"] = {}
     raw["prepare"] |= {
-        "max_prompt_tokens": 200, "max_new_tokens": 12, "max_row_tokens": 220, "batch_size": 4, "workers": 1,
+        "max_prompt_tokens": 200, "max_new_tokens": 12, "max_row_tokens": 220, "batch_size": 4, "workers": 1, "readers": 1,
         "held_out_share": 0.3, "out_of_distribution": 3,
         "sources": [
             {"name": "asked", "kind": "jsonl", "path": "asked.jsonl", "domain": "general", "licence": "own", "answers": "regenerate", "limit": 99},
@@ -119,6 +128,24 @@ def test_the_same_inputs_give_the_same_bytes_with_or_without_kept_answers(line: 
     assert digests() == first
 
 
+def test_processes_of_their_own_give_the_same_bytes(line: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare.main()
+    alone = {str(f): file_digest(f) for f in sorted(Path("data/prepared").rglob("*")) if f.is_file()}
+    monkeypatch.setattr(gather, "_ALONE", 0)
+    monkeypatch.setattr(gather, "_TOGETHER", 3)
+    write({**line, "prepare": {**line["prepare"], "readers": 2}})
+    prepare.main()
+    assert {str(f): file_digest(f) for f in sorted(Path("data/prepared").rglob("*")) if f.is_file()} == alone
+
+
+def test_a_reading_process_that_is_killed_stops_the_run_in_words() -> None:
+    with (
+        pytest.raises(DataError, match=r"A process that reads rows ended early[\s\S]*prepare.readers, 1"),
+        Processes(1, print, ()) as processes,
+    ):
+        list(processes.in_order([(1,)], os._exit))
+
+
 def test_appended_prompts_leave_earlier_rows_where_they_were(line: dict) -> None:
     prepare.main()
     before = [r["row_id"] for r in rows("asked")]
@@ -136,6 +163,37 @@ def test_policies_for_capped_and_repetitive_answers_are_followed_and_counted(lin
     assert given.capped == 0
     assert given.repetitive == 1 and given.rejects["capped"] == 1
     assert [r["repetitive"] for r in rows("given")].count(True) == 1
+
+
+@pytest.mark.parametrize("capped", ["keep", "drop"])
+def test_of_ten_answers_four_capped_are_kept_or_dropped_and_one_of_reasoning_alone_is_rejected(
+    line: dict, capped: str
+) -> None:
+    """D3."""
+    line["prepare"]["capped"] = capped
+    write(line)
+    settings, tokenizer = load_params().prepare, PreTrainedTokenizerFast.from_pretrained("target")
+    ids = np.arange(10, 30, dtype=np.int32)
+    asked = [Candidate(f"item {i}", f"{i:024x}", "train", ids, '[{"role": "user", "content": "q"}]') for i in range(10)]
+    said = tuple(tokenizer.encode("fine words that end", add_special_tokens=False))
+    told = [
+        *[Generated(said, "length")] * 4,
+        *[Generated((*said, EOS), "stop")] * 5,
+        Generated((), "empty", "only reasoning"),
+    ]
+    answers = {c.prompt_id: answer for c, answer in zip(asked, told, strict=True)}
+    made, rejects = answered_rows(
+        asked,
+        answers,
+        settings.sources[0],
+        settings,
+        frozenset({EOS}),
+        lambda i: tokenizer.decode(i, skip_special_tokens=True),
+    )
+    kept = 4 if capped == "keep" else 0
+    assert made.num_rows == 5 + kept and made.column("finish").to_pylist().count("capped") == kept
+    assert Counter(r.reason for r in rejects) == Counter({"empty answer": 1, **({"capped": 4} if not kept else {})})
+    assert rejects[-1].item == "item 9" and rejects[-1].detail == "only reasoning"
 
 
 def test_a_source_without_an_accepted_row_stops_and_tells_its_rejects(line: dict) -> None:
@@ -271,6 +329,42 @@ def test_every_shape_gives_the_same_rows_and_accounts_for_all_it_read(line: dict
         )
         found[shape] = [(r["row_id"], r["prompt_id"], r["split"]) for r in rows("given")]
     assert len({tuple(f) for f in found.values()}) == 1
+
+
+def _packed(lines: list[str], words: str) -> bytes:
+    text = "\n".join(lines).encode()
+    return {"jsonl": text, "gz": gzip.compress(text), "zst": pa.compress(text, codec="zstd", asbytes=True)}[words]
+
+
+@pytest.mark.parametrize("words", ["jsonl", "gz", "zst"])
+def test_all_that_was_read_is_accepted_or_rejected_by_reason_however_it_is_packed(line: dict, words: str) -> None:
+    good = [json.dumps(SHAPES["openai"](q, a)) for q, a in TALK]
+    bad = [
+        json.dumps(chat("a", "")),
+        json.dumps(chat("b", "  ")),
+        json.dumps({"messages": chat("x", "from the assistant")["messages"][1:]}),
+        json.dumps({"messages": chat("x", "y")["messages"][:1] * 2 + chat("x", "y")["messages"][1:]}),
+        json.dumps(chat("no answer")),
+        '{"prompt": "\\ud83d", "response": "x"}',
+        '{"prompt": "cut',
+    ]
+    Path(f"rows.{words}").write_bytes(_packed([*good, *bad], words))
+    files(line)
+    prepare.main()
+    (source,) = manifest().sources
+    assert source.rejects == {
+        "empty assistant turn": 1, "blank assistant turn": 1, "starts with assistant": 1, "user after user": 1,
+        "no assistant turn": 1, "lone surrogate": 1, "line cut off": 1,
+    }  # fmt: skip
+    assert source.rows == 10 and source.rows_read == 17 == source.rows + sum(source.rejects.values())
+    told = pq.read_table("data/prepared/rejects.parquet").to_pylist()
+    assert [r["item"] for r in told] == [f"rows.{words}:{n}" for n in range(11, 18)]
+    if words != "jsonl":  # the end of a packed file that is missing stops the run, and the rows of before stay
+        before = manifest().digest()
+        Path(f"rows.{words}").write_bytes(_packed([*good, *bad], words)[:-3])
+        with pytest.raises(DataError, match=rf"damaged or cut off[\s\S]*rows\.{words}"):
+            prepare.main()
+        assert manifest().digest() == before
 
 
 def test_rows_that_stand_ready_without_a_mask_are_not_guessed_at(line: dict) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasketch import MinHash
 
 from stages.corpus.grams import (
     LEAK_WORDS,
@@ -19,7 +20,7 @@ from stages.corpus.grams import (
     word_hashes,
     words_of,
 )
-from stages.corpus.near import NEAR_WORDS, Signatures
+from stages.corpus.near import NEAR_WORDS, Signatures, sketched
 from stages.corpus.quality import has_supervised_pair, prompt_words, repeats_itself
 from stages.corpus.split import prompt_id, row_id, split_of
 
@@ -126,10 +127,8 @@ def test_near_duplicates_fall_behind_the_first_in_rank_and_chains_keep_their_thi
     one_changed = [*words[:40], "x", *words[41:]]
     texts = [" ".join(words), "entirely different words stand here in this text of some length", " ".join(one_changed)]
     signatures = Signatures(tmp_path / "signatures")
-    for i, text in enumerate(texts):
-        signatures.add(of(text, NEAR_WORDS), i)
-    signatures.add(of("?"), 4)
-    signatures.add(of("!"), 5)  # without words, and like nothing
+    signatures.add(sketched([of(text, NEAR_WORDS) for text in texts], range(3)))
+    signatures.add(sketched([of("?"), of("!")], [4, 5]))  # without words, and like nothing
     (near,) = signatures.near(np.array([9, 1, 2, 3, 4], np.uint64), 0.7)
     assert (near.row, near.other) == (0, 2) and 0.7 <= near.similarity <= 1
     assert signatures.near(np.arange(5, dtype=np.uint64), 0.7, np.array([True, True, False, True, True])) == []
@@ -138,6 +137,17 @@ def test_near_duplicates_fall_behind_the_first_in_rank_and_chains_keep_their_thi
 def test_the_words_of_a_prompt_are_what_the_user_says_before_the_first_answer() -> None:
     turns = [("system", "Be kind."), ("user", "One?"), ("assistant", "1"), ("user", "Two?")]
     assert prompt_words([{"role": r, "content": c} for r, c in turns]) == ["one"]
+
+
+def test_sketches_of_many_prompts_are_those_that_datasketch_makes_of_each() -> None:
+    draw = random.Random(11)
+    prompts = [np.array([draw.getrandbits(64) for _ in range(n)], np.uint64) for n in (1, 40, 0, 7)]
+    permutations = MinHash(64, seed=1, scheme="affine32").permutations
+    for prompt, otherwise, row in zip(prompts, range(4), sketched(prompts, range(4)), strict=True):
+        sketch = MinHash(64, hashfunc=int, permutations=permutations, scheme="affine32")
+        sketch.update_batch([int(g) & 0xFFFFFFFF for g in prompt] or [otherwise])
+        assert row.tolist() == sketch.hashvalues.tolist()
+    assert sketched([], []).shape == (0, 64)
 
 
 def test_a_prompt_stays_on_its_side_and_the_share_is_kept() -> None:

@@ -119,3 +119,12 @@ def test_what_has_no_layout_is_rejected_for_its_own_reason(row: Any, reason: str
     with pytest.raises(RowFault) as fault:
         read_row("x:1", row)
     assert fault.value.reason == reason and fault.value.detail
+
+
+def test_a_row_with_its_turns_under_two_names_is_read_when_both_say_the_same() -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    told = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    assert read_row("i", {"conversations": told, "messages": messages})[1].messages == tuple(messages)
+    assert read_row("i", {"messages": [], "conversations": told})[1].messages == tuple(messages)
+    with pytest.raises(RowFault, match="two conversations: `messages` and `conversations` say different things"):
+        read_row("i", {"messages": messages, "conversations": told[:1]})

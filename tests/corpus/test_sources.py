@@ -123,12 +123,12 @@ def test_a_limit_counts_what_is_read_and_the_digest_covers_just_that(tmp_path: P
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "1"}\nbad\n{"prompt": "3"}\n')
     first = reading(path, 2)
-    assert len(list(first)) == first.rows_read == 2
+    assert len(list(first.items())) == first.rows_read == 2
     whole = reading(path, 9)
-    assert len(list(whole)) == 3 and whole.origin_digest != first.origin_digest
+    assert len(list(whole.items())) == 3 and whole.origin_digest != first.origin_digest
     path.write_text('{"prompt": "1"}\nbad\n{"prompt": "4"}\n')
     again = reading(path, 2)
-    list(again)
+    list(again.items())
     assert again.origin_digest == first.origin_digest
 
 

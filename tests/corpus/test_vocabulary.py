@@ -10,6 +10,7 @@ import pytest
 
 from stages.contracts.errors import DataError, ParamsError
 from stages.corpus.vocabulary import always_in, choose_vocabulary, covered, mapping
+from stages.merge import write_vocabulary
 from tests import tiny
 
 
@@ -94,3 +95,21 @@ def test_a_unigram_vocabulary_is_read_too_and_ids_beyond_the_model_are_left_out(
 def test_a_tokenizer_without_a_vocabulary_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="The tokenizer has no vocabulary"):
         always_in(write_tokenizer(tmp_path / "a", {}, []))
+
+
+def test_a_vocabulary_file_is_made_anew_for_another_size_tokenizer_or_data_and_is_the_same_for_the_same(
+    tmp_path: Path,
+) -> None:
+    """D10."""
+    words = {f"word{i}": i for i in range(40)}
+    one = write_tokenizer(tmp_path / "one", {**words, "<0x0A>": 50}, [60])
+    other = write_tokenizer(tmp_path / "other", {**words, "<0x41>": 51}, [60, 61])
+    counts, later = counts_of(list(range(30)) * 2), counts_of(list(range(10, 40)) * 2)
+    path, made = tmp_path / "vocabulary.safetensors", []
+    for folder, data, size in ((one, counts, 8), (one, counts, 16), (other, counts, 16), (other, later, 16)):
+        t2d = write_vocabulary(path, folder, data, size)
+        assert int(t2d.sum()) == size and t2d[sorted(always_in(folder))].all()
+        made.append(path.read_bytes())
+    assert len(set(made)) == 4
+    write_vocabulary(path, one, counts, 8)
+    assert path.read_bytes() == made[0]

@@ -123,7 +123,7 @@ def test_a_draft_that_catches_up_late_proposes_what_it_would_have_proposed(targe
     request = Request("p", tuple(range(5, 25)), 24, ignore_eos=True)
     plain = InProcess(target, slots=1, positions=64).generate([request], concurrency=1)[0]
     texts = [[*request.prompt_ids, *plain.ids]]
-    rounds = iter([3] * 2 + [0] * 5 + [3] * 99)  # the first two answers tell the engine what to prepare for
+    rounds = iter([3] + [0] * 5 + [3] * 99)  # the first answer tells the engine what to prepare for
     engine = InProcess(target, Knowing(texts, target.config.vocab_size), slots=1, positions=64)
     (answer,) = engine.generate([request], concurrency=1, draft_steps=lambda batch: next(rounds))
     assert answer.ids == plain.ids

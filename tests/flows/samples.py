@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.evidence import (
     BENCHMARK_EVIDENCE,
@@ -27,6 +29,23 @@ from stages.contracts.manifest import CaptureSpec, TargetIdentity
 from stages.contracts.report import Check, GateName, GateReport, evidence_digests, report_path
 
 ZERO = "sha256:" + "0" * 64
+REGISTRY: dict[str, object] = {
+    "uri": "releases/.registry",
+    "endpoint_url": None,
+    "region": None,
+    "timeout_s": 10,
+    "retries": 4,
+    "keep_releases": 2,
+    "grace_hours": 1,
+}
+PROMOTION: dict[str, object] = {
+    "production_beside": "if_measured",
+    "restart_command": [],
+    "restart_limit_s": 20,
+    "server_url": "",
+    "canary_requests": 2,
+    "canary_max_loss": 0.1,
+}
 
 
 def git(root: Path, *words: str) -> None:
@@ -42,7 +61,18 @@ def make_repo(root: Path, dvc_yaml: str, params: str = "a: 1\n") -> Path:
     subprocess.run([sys.executable, "-m", "dvc", "init", "-q"], cwd=root, check=True)
     (root / "dvc.yaml").write_text(dvc_yaml)
     (root / "params.yaml").write_text(params)
+    write_registry(root)
     return root
+
+
+def write_registry(root: Path, **changes: object) -> None:
+    """params.yaml's section `registry`, beside what else stands there."""
+    path = root / "params.yaml"
+    told = (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
+    root.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        yaml.safe_dump({"promotion": PROMOTION} | told | {"registry": told.get("registry", REGISTRY) | changes})
+    )
 
 
 def accept(value: float) -> AcceptLength:
@@ -186,4 +216,6 @@ def write_draft(
     gate_report("deployment", record.digest(), passed).model_copy(update=judged).write(root / report_path("deployment"))
     write_whole(root / "reports/index.html", b"<!doctype html>")
     write_whole(root / "dvc.lock", weights)
+    if not (root / "params.yaml").exists():
+        write_registry(root)
     return record

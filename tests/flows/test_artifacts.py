@@ -52,3 +52,4 @@ def test_throughput_has_the_ratio_over_plain_and_the_policy_its_levels(tmp_path:
     ]
     text = artifacts.policy_markdown(ServingPolicy.read(tmp_path / POLICY))
     assert "| 1 | 3 | 1.30 (1.20..1.40) |" in text and "plain decoding beyond it" in text
+    assert "| 5 | 0 (plain decoding) | not measured |" in text

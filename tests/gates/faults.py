@@ -159,6 +159,13 @@ EXTRACTION = (
         fact("target", tokenizer_digest="sha256:other"),
         "tokenizer: sha256:other",
     ),
+    Fault(
+        "chat template",
+        "target",
+        "rows were prepared for the target on this disk, by the params in force",
+        fact("target", template_digest="sha256:other"),
+        "chat template: sha256:other",
+    ),
     Fault("doubled row", "rows", "no row twice", doubled, "2 of 40 rows", ("no prompt twice",)),
     Fault(
         "renamed row",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,6 +127,26 @@ def test_a_record_without_a_config_is_still_a_draft(tmp_path: Path) -> None:
     told = glance.look(tmp_path)
     assert told.kind == "draft" and DraftRecord.read(tmp_path / "draft_record.json").digest() == told.facts["digest"]
     assert "No weights" in words(told, "fault")
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"architectures": ["Llama', b"[1, 2]", b'{"n": ' + b"9" * 5000 + b"}"])
+def test_a_damaged_config_is_told_in_the_plain_look_and_the_exit_code_stays_that_of_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: bytes
+) -> None:
+    """Of a draft with its record, of one without, of a target."""
+    ours, theirs, target = (
+        stores.draft(tmp_path / "ours"),
+        stores.draft(tmp_path / "theirs"),
+        tiny.make_target(tmp_path / "t"),
+    )
+    evidence.draft().write(ours / "draft_record.json")
+    for folder in (ours, theirs, target):
+        (folder / "config.json").write_bytes(damage)
+        monkeypatch.setattr(sys, "argv", ["glance", str(folder)])
+        glance.main()
+        assert "config.json cannot be read" in capsys.readouterr().out
+        assert "[config.json] fetch or export the checkpoint again" in words(glance.look(folder), "fault")
+    assert glance.look(target).what == "checkpoint whose config.json cannot be read"
 
 
 def test_a_target_says_how_each_tool_is_told_the_usual_points(tmp_path: Path) -> None:

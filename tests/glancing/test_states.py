@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from stages import glance
+from stages.glancing.contents import Shape
+from stages.glancing.folders import _bytes
 from stages.glancing.told import Told
 from tests.glancing import stores
 
@@ -300,3 +302,19 @@ def test_one_sample_is_opened_however_many_there_are(tmp_path: Path) -> None:
     watching = False
     assert told.facts["rows"] == 120
     assert {n for n in opened if n.endswith(".pt")} == {"data_0.pt"} and opened.count("data_config.json") <= 6
+
+
+def test_figures_of_thousands_of_digits_and_nested_lists_in_a_store_are_no_reason_to_stop(tmp_path: Path) -> None:
+    """Names, versions, batches and keys come from files that anyone may have written."""
+    long = "9" * 5000
+    folder = stores.legacy(
+        tmp_path / "s", range(4), stores.legacy_config(version=long, command=f"x --batch-size {long}")
+    )
+    (folder / "sample_lengths.json").write_text(json.dumps({long: 5, "²": 6, "0": 7}))
+    nested: list[object] = []
+    for _ in range(5000):
+        nested = [nested]
+    assert glance.look(folder).kind == "hidden_states"
+    (folder / "data_config.json").write_text(json.dumps(stores.legacy_config(version="0.3.0", command="x")))
+    assert glance.look(folder).kind == "hidden_states"
+    assert _bytes(nested) == 0 and _bytes([Shape("bfloat16", (2, 3)), nested]) == 12

@@ -334,10 +334,17 @@ def write_curves(root: Path) -> None:
     (folder / "training.csv").write_text("\n".join(["step,loss,learning_rate", *loss]) + "\n")
     held = [
         f"{s},{2.2 + 2 * math.exp(-s / 90):.3f},{1.64 - 0.5 * math.exp(-s / 120):.3f},"
-        f"{1.82 - 0.7 * math.exp(-s / 120):.3f},{1.3 - 0.2 * math.exp(-s / 150):.3f}"
+        f"{1.82 - 0.7 * math.exp(-s / 120):.3f},{1.3 - 0.2 * math.exp(-s / 150):.3f},"
+        f"{1.54 - 0.5 * math.exp(-s / 120):.3f},{1.74 - 0.5 * math.exp(-s / 120):.3f},{1.9 - 0.6 * math.exp(-s / 120):.3f},"
+        f"{0.45 - 0.3 * math.exp(-s / 120):.3f},{0.2 - 0.15 * math.exp(-s / 120):.3f}"
         for s in range(60, 421, 60)
     ]
-    head = "step,loss,accept_length,accept_length_coding,accept_length_general"
+    head = (
+        "step,loss,accept_length,accept_length_coding,accept_length_general,low,high,train_like,accepted_1,accepted_2"
+    )
+    speed = [f"{s},412.5,0.0125,1404.2" for s in range(10, 421, 10)]
+    head_of_speed = "step,tokens_per_s,waiting_share,peak_memory_mb"
+    (folder / "speed.csv").write_text("\n".join([head_of_speed, *speed]) + "\n")
     (folder / "held_out.csv").write_text("\n".join([head, *held]) + "\n")
 
 
@@ -362,6 +369,8 @@ def write_whole_line(root: Path) -> None:
         by_domain={"coding": accept(1.82, 42)},
         optimizer_steps=420,
         parameters=9_800_000,
+        train_like=accept(1.88, 12),
+        stopped_after=420,
     ).write(root / TRAIN_METRICS)
     serve().write(root / SERVE_EVIDENCE)
     benchmark().write(root / BENCHMARK_EVIDENCE)

@@ -82,6 +82,18 @@ def test_a_finished_line_says_so_with_its_figures_and_needs_nothing_from_outside
     assert "the stream after 16 of 30 layers" in said and "earlier draft" not in said
 
 
+def test_training_shows_places_speed_memory_waiting_and_what_is_known_by_heart(tmp_path: Path) -> None:
+    evidence.write_whole_line(tmp_path)
+    html = page(tmp_path)
+    said = text(html)
+    assert "Accepted by place in the draft, held out" in said and "draft token 2" in said
+    assert "rows trained on" in said and "has 1.88, on held-out ones 1.63" in said
+    assert "Training ended after step 420, since nothing improved any more." in said
+    assert "At most 1 404 MiB in the first process; at most 1.2 % of the time went to waiting" in said
+    held = html[html.index("Held-out accept length, simulated") : html.index("Accepted by place in the draft")]
+    assert held.count('class="whisker"') == 7, "an interval at every evaluation"
+
+
 def test_equal_facts_give_equal_bytes(tmp_path: Path) -> None:
     evidence.write_whole_line(tmp_path / "a")
     evidence.write_whole_line(tmp_path / "b")

@@ -38,11 +38,16 @@ class Cache:
         return slice(start, start + int(self.new[i]))
 
     def extend(
-        self, window: int = 0, tree_mask: Tensor | None = None, cap: float = 0.0, sinks: Tensor | None = None
+        self,
+        window: int = 0,
+        tree_mask: Tensor | None = None,
+        cap: float = 0.0,
+        sinks: Tensor | None = None,
+        fresh: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     ) -> Tensor:
         starts = torch.cat([torch.zeros(1, dtype=torch.long), self.new.cumsum(0)[:-1]])
         extend_attention(
-            self.q, None, None, self.out, self.k_pool, self.v_pool, 1.0, 1.0, self.table, self.rows, self.lengths, self.new,
+            self.q, *fresh, self.out, self.k_pool, self.v_pool, 1.0, 1.0, self.table, self.rows, self.lengths, self.new,
             starts, int(self.new.max()), SCALE, cap, False, window, None, sinks, tree_mask, True,
         )  # fmt: skip
         return self.out
@@ -63,6 +68,40 @@ def test_new_tokens_see_all_before_them_and_none_behind(window: int) -> None:
         query, key = torch.arange(length - new, length)[:, None], torch.arange(length)
         mask = (key <= query) & (key > query - window if window else key <= query)
         torch.testing.assert_close(out[cache.part(i)], plain(cache.q[cache.part(i)], *cache.kv(i), mask))
+
+
+@pytest.mark.parametrize("laid", ["by head", "flat"])
+def test_keys_of_new_tokens_are_those_that_come_with_them_and_not_what_the_pool_holds(laid: str) -> None:
+    cache = Cache([7, 12], [7, 4])
+    keys, values = torch.randn(2, 11, KV, E, generator=torch.Generator().manual_seed(3))
+    fresh = (keys, values) if laid == "by head" else (keys.flatten(1), values.flatten(1))
+    out = cache.extend(fresh=fresh)
+    for i, (length, new) in enumerate([(7, 7), (12, 4)]):
+        k, v = (
+            torch.cat([old[: length - new], x[cache.part(i)]])
+            for old, x in zip(cache.kv(i), (keys, values), strict=True)
+        )
+        mask = torch.arange(length) <= torch.arange(length - new, length)[:, None]
+        torch.testing.assert_close(out[cache.part(i)], plain(cache.q[cache.part(i)], k, v, mask))
+
+
+def test_a_prefill_brings_expanded_keys_where_the_pool_holds_latents() -> None:
+    """Latent attention: as many heads of keys as of queries, values of another width, one latent a token in the pool."""
+    cache = Cache([5, 3], [5, 3])
+    cache.k_pool = torch.randn(POOL, 1, E + 4)
+    cache.v_pool = cache.k_pool[..., :E]
+    g = torch.Generator().manual_seed(4)
+    k, v = torch.randn(8, HEADS, E, generator=g), torch.randn(8, HEADS, E - 2, generator=g)
+    cache.out = torch.zeros(8, HEADS, E - 2)
+    out = cache.extend(fresh=(k, v))
+    for i, length in enumerate([5, 3]):
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        at = cache.part(i)
+        torch.testing.assert_close(out[at], plain(cache.q[at], k[at], v[at], mask))
+    later = Cache([5], [2])
+    later.k_pool = later.v_pool = torch.randn(POOL, 1, E + 4)
+    with pytest.raises(NotImplementedError, match="a prefix of latents"):
+        later.extend(fresh=(k[:2], v[:2]))
 
 
 def test_one_token_is_stored_and_then_sees_itself() -> None:

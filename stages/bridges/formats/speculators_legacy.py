@@ -14,7 +14,9 @@ from typing import Any
 from stages.bridges.kinds import ForeignRow, Look, StoreFile, StoreKind
 
 SAMPLE = re.compile(r"data_(?P<index>\d+)\.pt")
-SIDE_FILES = frozenset({"data_config.json", "sample_lengths.json", "token_freq.pt", "d2t.npy", "t2d.npy"})
+SIDE_FILES = frozenset(
+    {"data_config.json", "sample_lengths.json", "token_freq.pt", "d2t.npy", "t2d.npy", "mended_masks.json"}
+)
 CONFIG = "data_config.json"
 _AUX = 3
 _KEYS = {"input_ids", "hidden_states"}
@@ -59,6 +61,22 @@ def read(sample: dict[str, Any], file: StoreFile, path: Path) -> Iterator[Foreig
     ids, mask = sample["input_ids"], sample.get("loss_mask")
     assert file.index is not None
     yield make_row(file.index, file.path, path, ids=ids, mask=mask, aux=aux, last=last)
+
+
+def write_with_mask(path: Path, mask: bytes, to: Path) -> None:
+    """Write the sample at `path` to `to` with another loss mask, a byte a token; everything else as it stands.
+
+    Raises:
+        DataError: no sample that can be opened.
+    """
+    import torch
+
+    from stages.bridges._open import sample
+
+    with sample(path) as opened:
+        old = opened["loss_mask"]
+        new = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(old.dtype)
+        torch.save({**opened, "loss_mask": new.view(*old.shape[:-1], -1)}, to)
 
 
 def layer_ids(config: dict[str, Any]) -> list[int] | None:

@@ -96,6 +96,7 @@ class Prepare(Section):
     temperature: Annotated[Number, Field(ge=0, le=2)]
     batch_size: Positive
     workers: Positive
+    readers: Positive
     capped: Literal["keep", "drop"]
     repetitive: Literal["drop", "keep"]
     held_out_share: Annotated[Number, Field(gt=0, lt=1)]

@@ -73,6 +73,8 @@ class Benchmark(Section):
     max_new_tokens: Positive
     repeats: Annotated[Whole, Field(ge=3)]
     out_of_distribution_prompts: Annotated[Whole, Field(ge=0)]
+    hold_steps: Annotated[Whole, Field(ge=1, le=1000)]
+    band: Annotated[Whole, Field(ge=0)]
 
     @model_validator(mode="after")
     def _concurrencies_ascend(self) -> Benchmark:

@@ -28,4 +28,13 @@ class Train(Section):
     loss: Literal["kl", "ce", "lk"]
     products: Literal["auto", "float32", "bfloat16"]
     evaluate_every: Positive
+    evaluate_train_rows: Annotated[Whole, Field(ge=0)]
+    stop_after: Annotated[Whole, Field(ge=0)]
+    max_loss_jump: Annotated[Number, Field(ge=0)]
     checkpoint_every: Positive
+    accumulate: Positive
+    processes: Annotated[Whole, Field(ge=1, le=64)]
+    shard_weights: bool
+    start_from: Annotated[str, Field(min_length=1)] | None
+    start_vocabulary: Literal["keep", "rebuild"]
+    export_dtype: Literal["float32", "bfloat16"]

@@ -1,0 +1,20 @@
+"""Facts from bytes that may lie anywhere."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from stages.contracts.files import Fact
+
+FactT = TypeVar("FactT", bound=Fact)
+
+
+def fact_of(kind: type[FactT], data: bytes | None) -> FactT | None:
+    """A fact from its own bytes; nothing when they are not those that such a fact is written in."""
+    try:
+        fact = kind.model_validate_json(data or b"")
+    except ValidationError:
+        return None
+    return fact if fact.canonical() == data else None
