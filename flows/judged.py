@@ -20,7 +20,7 @@ from stages.contracts.evidence import (
     ServingPolicy,
 )
 from stages.contracts.files import digest, file_digest
-from stages.contracts.provenance import KEPT_PREPARED, code_revision, kept_files
+from stages.contracts.provenance import KEPT_PREPARED, kept_files
 from stages.contracts.release import ReleaseRecord
 from stages.contracts.report import EVIDENCE, GATE_REPORTS, GateReport, demand, evidence_digests
 from stages.contracts.serving import SERVING, serving_files
@@ -113,7 +113,6 @@ def record_of(root: Path, made: Contents) -> ReleaseRecord:
         accept_length=served.served.accept_length,
         accept_length_by_domain={k: v.accept_length for k, v in served.served_by_domain.items()},
         dvc_lock_digest=file_digest(root / "dvc.lock"),
-        code_revision=code_revision(root),
         files=made.described(),
     )
 

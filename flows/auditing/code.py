@@ -41,12 +41,10 @@ class Repository:
                 return data
         return b""
 
-    def revision_of(self, code: Sequence[LockedPath], hint: str) -> str:
-        """A commit that holds all of `code` as DVC saw it: the hint, or any other; empty when none does."""
-        if hint and not self.differing(hint, code):
-            return hint
+    def revision_of(self, code: Sequence[LockedPath]) -> str:
+        """The newest commit that holds all of `code` as DVC saw it; empty when none does."""
         paths = sorted({told.path for told in code})
-        return next((c for c in self.commits(paths) if c != hint and not self.differing(c, code)), "")
+        return next((c for c in self.commits(paths) if not self.differing(c, code)), "")
 
     def differing(self, commit: str, code: Sequence[LockedPath]) -> list[str]:
         """Paths of `code` whose bytes at this commit are not those that DVC saw; all of them when there is no such commit."""

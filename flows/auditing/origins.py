@@ -18,11 +18,11 @@ from stages.contracts.provenance import Lock, LockedPath
 _TARGETS = Path(".cache/targets")  # where wheels are unpacked
 
 
-def walk_code(audit: Audit, lock: Lock, hint: str, repository: Repository) -> None:
+def walk_code(audit: Audit, lock: Lock, repository: Repository) -> None:
     """The commit whose files have the hashes that DVC wrote down, for all stages at once or, failing that, one by one."""
     audit.code = {told.path: told.md5 for told in lock.code}
     thing = audit.add(Thing("code", "code", "code"), "dvc.lock", "was run with")
-    commit = repository.revision_of(lock.code, hint)
+    commit = repository.revision_of(lock.code)
     if commit:
         thing.title, thing.digest = f"code of commit {commit[:12]}", commit
         thing.copies.append(Copy("git", commit, True))
@@ -31,7 +31,7 @@ def walk_code(audit: Audit, lock: Lock, hint: str, repository: Repository) -> No
     for told in lock.code:
         stages[told.stage].append(told)
     for stage, paths in stages.items():
-        commit = repository.revision_of(paths, hint)
+        commit = repository.revision_of(paths)
         part = audit.add(Thing(f"code:{stage}", "code", f"code of {stage}", commit), "code", "is")
         if commit:
             part.copies.append(Copy("git", commit, True))

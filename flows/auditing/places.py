@@ -16,11 +16,10 @@ from typing import Any, BinaryIO, TypeVar
 
 from flows.auditing.bytes import Hashed, hashes
 from flows.auditing.model import Copy
-from flows.auditing.remotes import Remote
+from flows.auditing.remotes import Remote, cache_folder
 from stages.contracts.provenance import LOCK, Lock, LockedPath, read_lock
 
 Found = TypeVar("Found")
-CACHE = Path(".dvc/cache/files/md5")
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Places:
         self._listings: dict[str, dict[str, str]] = {}
         self.faults: list[Copy] = []
         self.here = _workspace_lock(root)
+        self.cache = cache_folder(root)
 
     def candidates(self, path: str) -> Iterator[Candidate]:
         """Every nearer copy of a file of the line, then those of the remotes where there is none nearer."""
@@ -69,10 +69,10 @@ class Places:
         return self._listings[out.md5]
 
     def _listed(self, md5: str) -> Iterator[dict[str, str]]:
-        path = self.root / _in_cache(md5)
+        path = self._in_cache(md5)
         sources: list[tuple[str, str, Callable[[], BinaryIO]]] = []
         if path.is_file():
-            sources.append(("cache", str(_in_cache(md5)), lambda: path.open("rb")))
+            sources.append(("cache", self._named(path), lambda: path.open("rb")))
         for place, where, opened in [*sources, *self._far(md5)]:
             with opened() as file:
                 data = file.read()
@@ -96,9 +96,15 @@ class Places:
 
     def _cache(self, path: str, out: LockedPath) -> Iterator[Candidate]:
         md5 = self.md5_of(path, out)
-        file = self.root / _in_cache(md5)
+        file = self._in_cache(md5)
         if md5 and file.is_file():
-            yield Candidate("cache", str(_in_cache(md5)), lambda: file.open("rb"), file, md5)
+            yield Candidate("cache", self._named(file), lambda: file.open("rb"), file, md5)
+
+    def _in_cache(self, md5: str) -> Path:
+        return self.cache / md5[:2] / md5[2:]
+
+    def _named(self, file: Path) -> str:
+        return str(file.relative_to(self.root)) if file.is_relative_to(self.root) else str(file)
 
     def copies(self, path: str, expected: str) -> list[Copy]:
         """Every copy of a file whose sha256 is known."""
@@ -152,10 +158,6 @@ def _workspace_lock(root: Path) -> Lock | None:
         return read_lock((root / LOCK).read_bytes())
     except (FileNotFoundError, ValueError):
         return None
-
-
-def _in_cache(md5: str) -> Path:
-    return CACHE / md5[:2] / md5[2:]
 
 
 def _md5(data: bytes) -> str:

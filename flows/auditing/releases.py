@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from flows import ledger
-from stages.contracts.release import RELEASES, current
+from stages.contracts.errors import DataError
+from stages.contracts.files import canonical
+from stages.contracts.release import POINTER, RELEASES, current
 
 RECORD = "release.json"
 
@@ -65,8 +68,29 @@ class FolderReleases:
 
     def pointers(self) -> dict[str, str]:
         name = current(self.root)
+        path = self.root / POINTER
+        if name is not None and path.read_bytes() != canonical({"release": name}):
+            raise DataError(
+                "The release pointer is not in the bytes that promotion writes",
+                where=str(path),
+                expected=repr(canonical({"release": name})),
+                got=repr(path.read_bytes()[:80]),
+                do="`python -m flows.release list` names the releases; promote or roll back to the right one",
+            )
         return {} if name is None else {"current": name}
 
     def history(self) -> list[dict[str, Any]]:
         ledger.promoted(self.root)  # it walks: every entry follows from those before it
-        return list(ledger.entries(self.root))
+        entries = list(ledger.entries(self.root))
+        path = self.root / ledger.LEDGER
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        for number, (entry, line) in enumerate(zip(entries, lines, strict=True), start=1):
+            if json.dumps(entry).encode() != line:
+                raise DataError(
+                    "A line of the ledger is not in the bytes that it was written in",
+                    where=f"{path}: line {number}",
+                    expected=json.dumps(entry),
+                    got=line[:200].decode(errors="replace"),
+                    do="put the ledger back from a backup",
+                )
+        return entries

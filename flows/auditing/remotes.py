@@ -91,10 +91,20 @@ class BucketRemote:
         )
 
 
+def _configuration(root: Path) -> configparser.ConfigParser:
+    told = configparser.ConfigParser(interpolation=None)
+    told.read([root / ".dvc/config", root / ".dvc/config.local"])
+    return told
+
+
+def cache_folder(root: Path) -> Path:
+    """Where DVC's cache lies, which may be a folder that several clones share."""
+    return root / ".dvc" / _configuration(root).get("cache", "dir", fallback="cache") / "files/md5"
+
+
 def remotes(root: Path) -> list[Remote]:
     """The remotes of .dvc/config and .dvc/config.local that this audit can read."""
-    told = configparser.ConfigParser()
-    told.read([root / ".dvc/config", root / ".dvc/config.local"])
+    told = _configuration(root)
     found: list[Remote] = []
     for section in told.sections():
         if not section.strip("'").startswith("remote "):

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from flows.auditing.bytes import Hashed, hashes
 from flows.auditing.code import Repository
 from flows.auditing.data import walk_data
-from flows.auditing.facts import fact_of
+from flows.auditing.facts import fact_of, files_of
 from flows.auditing.model import Audit, Copy, Thing
 from flows.auditing.origins import walk_code, walk_target
 from flows.auditing.places import Places
@@ -61,7 +61,7 @@ class Walk:
         self._evidence(record, reports.get("deployment"))
         if lock is not None:
             audit.params = lock.params
-            walk_code(audit, lock, record.code_revision, self.repository)
+            walk_code(audit, lock, self.repository)
         if draft is not None:
             self._bound(draft, record, reports)
             prepared = walk_data(self, places, draft)
@@ -194,10 +194,10 @@ class Walk:
 
     def _other_files(self, record: ReleaseRecord) -> None:
         """Files that only the record's own list names, and files that nothing names."""
-        for file, expected in sorted(record.files.items()):
+        for file, expected in sorted(files_of(record).items()):
             if file not in self.checked:
                 self.kept(file, "file", file, file, expected, "release", "holds")
-        named = record.files or {f for f in self.files if f.startswith(_UNLISTED)}
+        named = files_of(record) or {f for f in self.files if f.startswith(_UNLISTED)}
         for file in sorted(self.files - set(named) - {RECORD}):
             self.audit.blame("altered", "A release holds a file that its record does not name",
                              self.where(file), do="move it away: nothing vouches for it")  # fmt: skip

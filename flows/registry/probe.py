@@ -42,6 +42,8 @@ def _fault(store: Store, key: str) -> str:
     won = _at_once(lambda i: store.create(key, b"created %d" % i))
     if won != 1:
         return f"{won} of {_WRITERS} writers at once created the same object"
+    if store.create(key, b"late"):
+        return "an object was created where one was already"
     first = store.read(key)
     if first is None:
         return "an object just written is not there"

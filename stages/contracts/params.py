@@ -14,6 +14,7 @@ from stages.contracts._params_words import in_words
 from stages.contracts._yaml import read_sections
 from stages.contracts.errors import ParamsError
 from stages.contracts.sections.base import Section
+from stages.contracts.sections.drift import Drift
 from stages.contracts.sections.gates import DeploymentGate, ExtractionGate, Gates, TrainingGate
 from stages.contracts.sections.prepare import Answers, Prepare, Rendering, Source
 from stages.contracts.sections.registry import Promotion, Registry
@@ -27,6 +28,7 @@ __all__ = [
     "Benchmark",
     "Capture",
     "DeploymentGate",
+    "Drift",
     "ExtractionGate",
     "Gates",
     "Merge",
@@ -61,6 +63,7 @@ class Params(Section):
     gates: Gates
     registry: Registry
     promotion: Promotion
+    drift: Drift
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Params:

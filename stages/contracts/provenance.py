@@ -6,7 +6,6 @@ never the rows and states themselves, which DVC's cache and remotes hold under t
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,22 +108,3 @@ def _paths(stages: dict[str, Any], kind: str) -> Iterator[LockedPath]:
 
 def _below(path: str, outs: dict[str, LockedPath]) -> bool:
     return any(str(p) in outs for p in Path(path).parents)
-
-
-def code_revision(root: Path) -> str:
-    """The commit that last changed the code which dvc.lock names, so that a commit of something else makes no other release;
-    nothing outside of git. That the bytes are those of the commit is for the audit to prove."""
-    if not (root / LOCK).is_file():
-        return ""
-    try:
-        paths = sorted({told.path for told in read_lock((root / LOCK).read_bytes()).code})
-    except ValueError:
-        return ""
-    if not paths:
-        return ""
-    command = ["git", "log", "-1", "--format=%H", "--", *paths]
-    try:
-        told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    except FileNotFoundError:  # no git on this machine
-        return ""
-    return told.stdout.strip() if told.returncode == 0 else ""

@@ -26,7 +26,7 @@ _LIST = "`python -m flows.release list` names the releases; `python -m flows.rel
 
 class ReleaseRecord(Fact):
     """releases/<release digest>/release.json: names everything a deployment has to match, and every other file of the
-    release by its path there and its digest: the release's name is a digest over them all. code_revision: the commit of the code. Releases from before there were
+    release by its path there and its digest: the release's name is a digest over them all. Releases from before there were
     registries did not name their files."""
 
     version: Literal[1] = 1
@@ -39,7 +39,6 @@ class ReleaseRecord(Fact):
     accept_length: float
     accept_length_by_domain: dict[str, float]
     dvc_lock_digest: str
-    code_revision: str = Field(default="", exclude_if=lambda commit: commit == "")
     files: dict[str, str] = Field(default_factory=dict, exclude_if=lambda files: not files)
 
     @property

@@ -34,11 +34,11 @@ def test_a_draft_that_passed_is_promoted_with_all_it_stands_on(tmp_path: Path) -
     found = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert found == {
         "release.json",
+        "provenance/dvc.lock",
         "policy.json",
         *(f"serving/{f}.json" for f in ("sglang_adaptive", "vllm_speculative")),
         "index.html",
         "model_card.md",
-        "provenance/dvc.lock",
         *(f"draft/{f}" for f in ("model.safetensors", "config.json", "draft_record.json")),
         *(f"evidence/{f}.json" for f in ("train", "serve_validate", "benchmark")),
         *(f"gates/{g}.json" for g in ("extraction", "training", "deployment")),

@@ -102,4 +102,4 @@ def test_sglang_switches_by_the_policy_as_the_batch_grows_and_shrinks_and_answer
     switched = [tuple(map(int, m)) for m in re.findall(r"Switch adaptive runtime state: steps (\d+) -> (\d+)", log)]
     # Buffers for each length are made first; then plain for the four, one token for two of them, three for the last.
     assert switched[-3:] == [(3, 0), (0, 1), (1, 3)]
-    assert alone["meta_info"]["spec_verify_ct"] < 37
+    assert alone["meta_info"]["spec_verify_ct"] <= 37
