@@ -44,8 +44,7 @@ class Ours:
         c = inputs.config
         ids = inputs.tensor("d2t") + torch.arange(c.draft_vocab_size)
         products = torch.bfloat16 if "bfloat16" in options else None
-        losses: tuple[Loss, ...] = ("ce", "lk")
-        loss: Loss = next((name for name in losses if name in options), "kl")
+        loss: Loss = "ce" if "ce" in options else "lk" if "lk" in options else "kl"
         head = inputs.tensor("head")[ids].clone()
         teacher = Teacher(inputs.tensor("norm"), head, c.eps, ids, c.vocab_size, loss=loss, products=products)
         torch.manual_seed(seed)
