@@ -24,8 +24,9 @@ from stages.engines.sglang import DraftFacts, Launch, demand_alike, serve
 from stages.targets import load_target, locate_target
 from stages.targets._decoder import Decoder, Linear
 
-# (requests at once, tokens of the longest request, drafted tokens a verification) -> an engine that answers
-Open = Callable[[int, int, int], AbstractContextManager[Any]]
+# (requests at once, tokens of the longest request, drafted tokens a verification) -> an engine that answers; a server's also
+# takes the first of the GPUs it is to have
+Open = Callable[..., AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -89,21 +90,28 @@ def open_served(params: Params, record: DraftRecord) -> Served:
             return nullcontext(engine.Engine(target, draft, slots=slots, positions=positions))
 
         return Served(engine, engine.version(), target, checkpoint, open_here)
-    facts = facts_for_server(checkpoint, record, points, target)
+    audit(checkpoint, target)
+    facts = facts_for_server(checkpoint, record, points)
     opener = open_server(params, folder, facts)
     return Served(engine, f"sglang {engine.VERSION}", target, checkpoint, opener, params.serve.draft_steps)
 
 
-def facts_for_server(
-    checkpoint: DraftCheckpoint, record: DraftRecord, points: tuple[int, ...], target: Decoder
-) -> DraftFacts:
-    """Audit the draft for a server, which itself would report nothing, and say what the launch checks need to know.
+def audit(checkpoint: DraftCheckpoint, target: Decoder) -> None:
+    """Audit the draft for a server, which itself would report nothing.
 
     Raises:
-        EngineError: the draft does not fit the target, or feeds other widths than it takes.
+        EngineError: the draft does not fit the target.
     """
     c = target.config
     audit_for_target(DRAFT, checkpoint, hidden_size=c.hidden_size, vocab_size=c.vocab_size, embedding=target.embedding)
+
+
+def facts_for_server(checkpoint: DraftCheckpoint, record: DraftRecord, points: tuple[int, ...]) -> DraftFacts:
+    """What the launch checks need to know of the draft.
+
+    Raises:
+        EngineError: it is fed other widths than it takes.
+    """
     if len(points) != len(record.points):
         raise EngineError(
             "The draft takes in other states than the engine feeds it",
@@ -127,25 +135,25 @@ def facts_for_server(
 
 
 def open_server(params: Params, folder: Path, facts: DraftFacts) -> Open:
-    """Opens SGLang with the draft, or without it for 0 steps; two servers that run already are held to equal settings."""
+    """Opens SGLang with the draft, or without it for 0 steps; servers opened one after another are held to equal settings."""
     told, where = params.serve.sglang, params.target
     seen: list[Any] = []
 
-    def open_one(slots: int, positions: int, steps: int) -> AbstractContextManager[Any]:
+    def open_one(slots: int, positions: int, steps: int, first_gpu: int = 0) -> AbstractContextManager[Any]:
         launch = Launch(
             target=folder, device=where.device, dtype=where.dtype, threads=where.threads, concurrency=slots,
-            positions=positions, draft=facts if steps else None, draft_steps=steps,
+            positions=positions, draft=facts if steps else None, draft_steps=steps, first_gpu=first_gpu,
         )  # fmt: skip
         label = f"drafted-{steps}" if steps else "plain"
         server = serve(launch, told, label=label, url=told.url if steps else told.plain_url, by_value=True)
-        return server if not told.url else _alike(server, seen)
+        return _alike(server, seen)
 
     return open_one
 
 
 @contextmanager
 def _alike(opened: AbstractContextManager[Any], seen: list[Any]) -> Generator[Any, None, None]:
-    """An attached server, compared with the ones attached before it."""
+    """A server, compared with the ones opened before it."""
     with opened as server:
         for info in seen:
             demand_alike(server, info)
