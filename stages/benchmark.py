@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -89,7 +90,7 @@ def _measure(
     params: Params, record: DraftRecord, bench: Bench, load: Load, prompts: Sequence[Prompt], others: Sequence[Prompt]
 ) -> tuple[BenchmarkEvidence, ServingPolicy]:
     told, steps = params.benchmark, params.serve.draft_steps
-    about = {"engine": bench.engine, "engine_version": bench.engine_version, "device": bench.device}
+    about: dict[str, Any] = {"engine": bench.engine, "engine_version": bench.engine_version, "device": bench.device}
     chains = [Way("speculative", k, k) for k in told.draft_steps]
     first = first_requests(bench, load, [PLAIN, *chains])
     arms, ratios = sweep(bench, load, lambda _: chains, "plain and drafted")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from stages.contracts.files import Fact
 from stages.contracts.loads import Conditions, FirstRequest, Latencies, OpenLoop
 
@@ -122,8 +124,8 @@ class ServeEvidence(Fact):
     simulated: AcceptLength
     simulated_by_domain: dict[str, AcceptLength]
     requests: tuple[RequestRecord, ...]
-    served_by_length: dict[str, AcceptLength] = {}  # by prompt tokens, as "65-128"
-    greedy_by_domain: dict[str, Losslessness] = {}
+    served_by_length: dict[str, AcceptLength] = Field(default_factory=dict)  # by prompt tokens, as "65-128"
+    greedy_by_domain: dict[str, Losslessness] = Field(default_factory=dict)
     stops: tuple[StoppedAnswers, ...] = ()
 
 
