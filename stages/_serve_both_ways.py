@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stages._served import Served
 from stages.acceptance.prompts import Prompt
-from stages.acceptance.stops import Stop, count_stops, stop_at_string, stop_at_token
+from stages.acceptance.stops import Ended, Stop, count_stops, stop_at_string, stop_at_token
 from stages.contracts.evidence import Losslessness, StoppedAnswers
 from stages.contracts.params import Params
 from stages.contracts.progress import progress
@@ -111,14 +111,17 @@ def serve_both_ways(served: Served, prompts: Sequence[Prompt], params: Params) -
     kept = [
         i for i, s in enumerate(stops) if s.prompt_id in equal
     ]  # the others part at a near tie, or are told as differing
-    ends = [[(a.ids, a.text, a.finish) for a in (stopped[steps][i] for i in kept)] for steps in (0, told.draft_steps)]
+    ends = [
+        [Ended(a.ids, a.text, a.finish, a.accepted) for a in (stopped[steps][i] for i in kept)]
+        for steps in (0, told.draft_steps)
+    ]
     return BothWays(plain, drafted, fed, count_stops([stops[i] for i in kept], *ends))
 
 
 def choose_stops(answers: Sequence[Any]) -> list[Stop]:
     """A token of every answer and, from an engine that knows text, a string."""
     tokens = [stop_at_token(a.prompt_id, a.ids, a.accepted) for a in answers]
-    strings = [stop_at_string(a.prompt_id, a.text) for a in answers if a.text]
+    strings = [stop_at_string(a.prompt_id, a.text, a.accepted) for a in answers if a.text]
     return [s for s in [*tokens, *strings] if s is not None]
 
 

@@ -83,6 +83,16 @@ def test_both_arms_are_measured_by_load_and_by_arrivals_under_conditions_that_ar
     assert bench.device.startswith("cpu") and bench.engine_version == "sglang 0.5.23"
 
 
+def test_a_slow_first_request_is_told_as_cold_and_no_part_of_what_is_timed(pretend: Pretend) -> None:
+    with opened(pretend, {"first_hangs_s": 0.8}) as bench:
+        load = _bench.timed_load(params().benchmark, PROMPTS)
+        first = _bench.first_requests(bench, load, [_bench.PLAIN, SPECULATIVE])
+        arms, _ = _bench.sweep(bench, load, lambda _: [SPECULATIVE], "sweep")
+    for found in first:
+        assert found.cold_first_token_ms >= 800 > found.warm_whole_ms
+    assert all(a.latencies is not None and a.latencies.whole_ms.p99 < 800 for a in arms)
+
+
 def test_tokens_from_a_cache_that_is_said_to_be_off_are_refused(pretend: Pretend) -> None:
     with (
         opened(pretend, {"cached": 2}) as bench,

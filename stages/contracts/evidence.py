@@ -95,7 +95,8 @@ class StoppedAnswers(Fact):
     """Greedy answers with a stop condition set where speculation has most to get wrong: behind tokens it accepts at once.
 
     Each was asked plainly and with the draft, and must end where the answer without a condition has it first: `plain_right` and
-    `drafted_right` count those that do. `inside_a_draft`: stops on a drafted token that the verification went beyond.
+    `drafted_right` count those that do; the drafted ones must be counted right too: what a verification accepted behind the end is
+    no part of the answer. `inside_a_draft`: stops on a drafted token that the verification went beyond.
     """
 
     condition: Literal["token", "string"]

@@ -136,7 +136,7 @@ def policy(e: Evidence, params: Params) -> Table:
                 "ratio": _told_apart(r.ratio, r.high, least) if r else math.nan,
                 "draft_steps": r.draft_steps if r else -1,
                 "draft_steps_by_policy": e.policy.steps_for(concurrency),
-                "words": f"{r.ratio:.3f} × plain ({r.low:.3f} to {r.high:.3f}), {r.draft_steps} draft steps"
+                "words": f"{r.ratio:.3f} × plain ({r.low:.3f} to {r.high:.3f}), {r.draft_steps} draft steps, on {e.benchmark.device}"
                 if r
                 else "the policy was not measured here",
             }

@@ -52,6 +52,7 @@ class Handler(BaseHTTPRequestHandler):
     told: dict[str, Any]
     misdeeds: dict[str, Any]
     flushed = 0
+    answered = 0
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -76,7 +77,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send({"flushed": Handler.flushed})
         if code := self.misdeeds.get("status"):
             return self._send({"error": {"message": "The scheduler is gone"}}, code)
-        time.sleep(self.misdeeds.get("hangs_s", 0))
+        Handler.answered += 1
+        time.sleep(self.misdeeds.get("first_hangs_s" if Handler.answered == 1 else "hangs_s", 0))
         if len(asked["input_ids"]) > self.told.get("context_length", 10**9):
             return self._send({"error": {"message": "The input is longer than the context"}}, 400)
         count = asked["sampling_params"]["max_new_tokens"]
