@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 REPEATS, PADDED_REPEATS = 5, 3
 TOKENS = 2000
 PADDED_TOKENS = 6000  # 32 rows and more
-GROWTH_TOKENS = 8000
+GROWTH_TOKENS = 20000
 MIN_RATIO, MAX_BYTES_RATIO, MAX_GROWTH = 0.90, 1.02, 0.08
 Work = Callable[[], object]
 
 
 def make_rows(tokens: int, vocab_size: int, seed: int = 7) -> tuple[Row, ...]:
-    """Rows of 60 to 400 random tokens; time does not depend on which."""
+    """Rows of 60 to 400 random tokens, the last one cut so that it is `tokens` in all; time does not depend on which."""
     rng = np.random.default_rng(seed)
     rows: list[Row] = []
-    while sum(map(len, rows)) < tokens:
-        ids = rng.integers(0, vocab_size, rng.integers(60, 400)).astype(np.int32)
+    while (left := tokens - sum(map(len, rows))) > 0:
+        ids = rng.integers(0, vocab_size, rng.integers(60, 400))[:left].astype(np.int32)
         mask = (np.arange(len(ids)) > len(ids) // 2).astype(np.uint8)
         rows.append(Row(row_id(ids, mask), ids, mask))
     return tuple(rows)

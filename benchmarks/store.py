@@ -3,8 +3,8 @@
     python -m benchmarks.store
 
 Reads: random rows from warm page cache, as tensors to compute on (floor 20 times torch.load of a file a row, as peers
-write them) and copied into a batch's memory. Writes: a folder with all its digests over a plain sequential write of as many
-bytes, both synced to the disk (floor 0.8, median of pairs). Growth: every source of a corpus grows by 5 %; rows that go
+write them) and copied into a batch's memory. Writes: a folder with all its digests over a plain sequential write of the same
+states, both synced to the disk (floor 0.8, median of pairs). Growth: every source of a corpus grows by 5 %; rows that go
 through the target again over rows that are new (1.0 is the floor), with the share that a cache of whole folders alone would
 compute beside it. Arms are interleaved in one run.
 """
@@ -32,7 +32,7 @@ from stages.contracts.manifest import CaptureSpec
 
 ROWS, HIDDEN, REPEATS, READS = 96, 576, 5, 300
 SOURCES, GROWN, PER_FOLDER = 4, 105, 64
-WRITTEN_ROWS, PIECE = 192, 1 << 20
+WRITTEN_ROWS, WRITES = 192, 11
 MIN_READS_RATIO, MIN_WRITE_RATIO, MAX_RECOMPUTED = 20.0, 0.8, 1.0
 SPEC = CaptureSpec(
     weights_digest="benchmark",
@@ -104,12 +104,11 @@ def read_rates(arms: dict[str, Callable[[int], list[Tensor]]], longest: int) -> 
     return {name: (statistics.median(a for a, _ in f), statistics.median(b for _, b in f)) for name, f in rates.items()}
 
 
-def plain_write(path: Path, size: int) -> None:
-    """As many bytes, one behind the other, synced."""
-    piece = memoryview(bytes(PIECE))
+def plain_write(path: Path, states: Sequence[Tensor]) -> None:
+    """The same states, one behind the other, synced."""
     with path.open("wb") as file:
-        for at in range(0, size, PIECE):
-            file.write(piece[: min(PIECE, size - at)])
+        for state in states:
+            file.write(state.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -121,13 +120,13 @@ def write_rates(folder: Path) -> tuple[float, float, float]:
     size = folder_bytes(SPEC, plan.rows)
     arms: list[Callable[[Path], object]] = [
         lambda path: write_folder(path, plan, SPEC, iter(states)),
-        lambda path: plain_write(path, size),
+        lambda path: plain_write(path, states),
     ]
     for arm in arms:  # once before the clock
         arm(folder / "warm")
         remove(folder / "warm")
     pairs: list[tuple[float, float]] = []
-    for repeat in range(REPEATS):
+    for repeat in range(WRITES):
         took = [0.0, 0.0]
         for arm in (0, 1) if repeat % 2 == 0 else (1, 0):
             path = folder / f"{repeat}-{arm}"

@@ -22,13 +22,14 @@ from stages.contracts.errors import LineError, ParamsError, run
 from stages.contracts.params import load_params
 from stages.contracts.repository import demand_repository
 from stages.glance_row import show_row
+from stages.glancing.changed import changed_params
 from stages.glancing.contents import contents_of
 from stages.glancing.draft import is_draft, tell_draft, verifier_of
 from stages.glancing.folders import range_of
 from stages.glancing.ours import our_manifest, tell_ours, tell_row_folders
 from stages.glancing.places import Depth
 from stages.glancing.roots import data_root, tell_file, tell_folder, tell_logs, tell_root, tell_tables
-from stages.glancing.standing import stand
+from stages.glancing.standing import stand, still_to_do, to_do
 from stages.glancing.states import Reader, survey
 from stages.glancing.target import depth_of, is_target, tell_target
 from stages.glancing.told import Told
@@ -38,6 +39,17 @@ from stages.reporting.page import PAGE
 from stages.targets import families
 
 _TENSOR_FILES = (".safetensors", ".pt", ".ckpt", ".gz", ".bin")
+_TELLING = (
+    ".json",
+    ".jsonl",
+    ".parquet",
+    ".arrow",
+    ".csv",
+    ".log",
+    ".out",
+    ".err",
+    ".txt",
+)  # files that stand for their folder
 
 
 def look(path: Path, inside: bool = True) -> Told:
@@ -49,12 +61,15 @@ def look(path: Path, inside: bool = True) -> Told:
     """
     if path.is_file() and path.suffix in _TENSOR_FILES:
         return tell_file(path, contents_of(path))
-    folder = path if path.is_dir() else path.parent
-    if folder.is_dir() and path.exists():
-        told = _ours(folder) or _checkpoint(folder) or _root(folder) or _store(folder)
+    is_file = path.is_file()
+    folder = path.parent if is_file else path
+    if folder.is_dir() and path.exists() and (not is_file or path.suffix in _TELLING):
+        told = _ours(folder) or _checkpoint(folder) or (None if is_file else _root(folder)) or _store(folder)
         told = told or tell_tables(folder) or tell_logs(folder)
         if told is None and inside:
-            told = _ours(folder.parent) or tell_folder(folder, lambda below: look(below, inside=False))
+            told = _ours(folder.parent)
+        if told is None and inside and not is_file:
+            told = tell_folder(folder, lambda below: look(below, inside=False))
         if told is not None:
             return told
     raise LineError(
@@ -103,7 +118,8 @@ def _root(folder: Path) -> Told | None:
     if root is None:
         return None
     line = read_line(root.parent) if root.name == "data" else None
-    return tell_root(folder, root, stand(line) if line else [], lambda part: look(part, inside=False))
+    stages = stand(line, changed_params(root.parent)) if line else []
+    return tell_root(folder, root, stages, lambda part: look(part, inside=False))
 
 
 def _store(folder: Path) -> Told | None:
@@ -149,13 +165,15 @@ def _depth_of(target: str | None, hidden_size: int | None) -> Depth | None:
 def show_line(as_json: bool) -> None:
     """The line in this repository."""
     line = read_line()
-    records = stand(line)
+    records = stand(line, changed_params())
+    step = to_do(records)
     if as_json:
-        print(json.dumps({"stages": records, "unreadable": line.unreadable, "page": str(PAGE)}, indent=1))
+        told = {"stages": records, "unreadable": line.unreadable, "page": str(PAGE), "next": step}
+        print(json.dumps(told, indent=1))
         return
     from stages.glancing.rendering import console, show_stages
 
-    show_stages(records, line.unreadable, PAGE, console())
+    show_stages(records, line.unreadable, PAGE, step, console())
 
 
 def show_path(told: Told, as_json: bool) -> None:
@@ -168,7 +186,18 @@ def show_path(told: Told, as_json: bool) -> None:
     show(told, console())
 
 
+def _line_around(path: Path) -> Path | None:
+    """The repository of ours whose data/ or models/ holds `path`."""
+    for folder in path.resolve().parents:
+        if folder.name in ("data", "models") and (folder.parent / "dvc.yaml").is_file():
+            return folder.parent
+    return None
+
+
 def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return
     if show_row(sys.argv[1:]):
         return
     options = [a for a in sys.argv[1:] if a.startswith("-")]
@@ -188,6 +217,8 @@ def main() -> None:
         return
     path = Path(paths[0])
     told = look(path)
+    if root := _line_around(path):
+        told.next = still_to_do(told.next, stand(read_line(root), changed_params(root)))
     if checks:
         told.next = [step for step in told.next if not step.endswith(tuple(checks))]
         if "--deep" in checks:

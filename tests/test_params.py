@@ -109,8 +109,34 @@ def test_a_bare_date_is_refused_with_the_words_that_mend_it(tmp_path: Path) -> N
 
 
 def test_an_unknown_key_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ParamsError, match=r"1 fault\b[\s\S]*train.optimiser_steps: Extra inputs"):
+    with pytest.raises(
+        ParamsError, match=r"1 fault\b[\s\S]*train.optimiser_steps: no such key; is optimizer_steps meant\?"
+    ):
         load_params(changed(tmp_path, train={"optimiser_steps": 3}))
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "words"),
+    [
+        ("train", {"kv_heads": 3.5}, "train.kv_heads: a whole number is needed (got 3.5)"),
+        ("train", {"learning_rate": "fast"}, "train.learning_rate: a number is needed (got 'fast')"),
+        ("train", {"head": "cold"}, "train.head: must be one of trained or frozen (got 'cold')"),
+        ("benchmark", {"repeats": 2}, "benchmark.repeats: must be at least 3 (got 2)"),
+        ("capture", {"points": [3, 16]}, "capture.points: at least 3 are needed, 2 are there (got [3, 16])"),
+        ("serve", {"sglang": 3}, "serve.sglang: a section is needed, as {key: value} (got 3)"),
+    ],
+)
+def test_a_rule_is_told_with_what_was_found(
+    tmp_path: Path, section: str, change: dict[str, object], words: str
+) -> None:
+    assert faults(changed(tmp_path, **{section: change})) == [words]
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    text = (ROOT / "params/smollm2-135m.yaml").read_text()
+    path = tmp_path / "params.yaml"
+    path.write_text("\n".join(line for line in text.splitlines() if not line.startswith("  steps_ahead")))
+    assert faults(path) == ["train.steps_ahead: missing"]
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
@@ -196,9 +222,9 @@ def test_a_whole_number_is_good_where_a_fraction_may_stand(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"name": "prepared.json"}, "prepare.sources.0.name: String should match"),
-        ({"name": "out_of_distribution.parquet"}, "prepare.sources.0.name: String should match"),
-        ({"name": "../up"}, "prepare.sources.0.name: String should match"),
+        ({"name": "prepared.json"}, "prepare.sources.0.name: must look like ^[A-Za-z0-9]"),
+        ({"name": "out_of_distribution.parquet"}, "prepare.sources.0.name: must look like ^[A-Za-z0-9]"),
+        ({"name": "../up"}, "prepare.sources.0.name: must look like ^[A-Za-z0-9]"),
         ({"name": "x" * 65}, "prepare.sources.0.name: String should have at most 64"),
         (
             {"name": "STDLIB"},

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from stages.contracts._fit import between_sections
+from stages.contracts._params_words import in_words
 from stages.contracts._yaml import read_sections
 from stages.contracts.errors import ParamsError
 from stages.contracts.sections.base import Section
@@ -70,7 +71,7 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     try:
         return Params.model_validate(raw)
     except ValidationError as error:
-        faults = [_told(f["loc"], f["msg"], f["input"]) for f in error.errors() if f["loc"]]
+        faults = [in_words(f, Params) for f in error.errors() if f["loc"]]
         faults += between_sections(_sound(raw))
         raise ParamsError(
             f"params.yaml has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
@@ -89,8 +90,3 @@ def _sound(raw: Mapping[Any, Any]) -> dict[str, Section]:
         with contextlib.suppress(ValidationError):
             sections[name] = model.model_validate(raw.get(name))
     return sections
-
-
-def _told(loc: tuple[int | str, ...], message: str, value: object) -> str:
-    got = "a whole section" if isinstance(value, dict | Section) else repr(value)[:60]
-    return f"{'.'.join(map(str, loc))}: {message.removeprefix('Value error, ')} (got {got})"

@@ -69,8 +69,8 @@ def tell_feeds(
         told.add(
             "risk",
             f"Engines would feed it {len(different)} different sets of points: it is for one engine, version and target family only",
-            "serve it with the engine it was exported for"
-            if record
+            f"serve it with {some(fitting)}"
+            if (fitting := [f["engine"] for f in told.facts["fed_by"] if f["as_trained"] == "yes"])
             else "the value probe or its trainer's settings tell which",
         )
     embedded = [f["engine"] for f in told.facts["fed_by"] if f["points"] and 0 in f["points"]]

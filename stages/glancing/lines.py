@@ -114,7 +114,9 @@ def _draft(f: Facts) -> list[tuple[str, str]]:
     weights = _dots(f"{say('', f['parameters'])} parameters", f.get("dtype") or "", size(f["bytes"]), block)
     positions = f"up to {say('', f.get('max_position_embeddings'))} positions"
     tied = "tied embeddings" if f.get("tie_word_embeddings") else ""
-    steps = f"for {f['exported_for']}, {say('', f['optimizer_steps'])} optimizer steps" if f.get("exported_for") else ""
+    engine = f.get("exported_for")
+    engine = "this process, whose layer ids are SGLang's of Llama and Qwen" if engine == "in_process" else engine
+    steps = f"for {engine}; {say('', f['optimizer_steps'])} optimizer steps" if engine else ""
     return [
         ("weights", weights),
         ("reads", _dots(fed, f"H {f.get('hidden_size')}", positions)),

@@ -29,14 +29,16 @@ def console() -> Console:
     return Console(highlight=False)
 
 
-def show_stages(records: Sequence[Facts], unreadable: Sequence[str], page: Path, on: Console) -> None:
-    """The line of a repository, what of it cannot be read, and where its page is."""
+def show_stages(records: Sequence[Facts], unreadable: Sequence[str], page: Path, step: str | None, on: Console) -> None:
+    """The line of a repository, what of it cannot be read, where its page is, and the next command, if one is needed."""
     from rich.text import Text
 
     on.print(stages_of(records))
     for fault in unreadable:
         on.print(Text.assemble(("unreadable", "red"), plain(f" {fault}")))
-    on.print(f"report: {page}" if page.exists() else "report: none yet, run `dvc repro`", style="dim")
+    on.print(f"report: {page}" if page.exists() else "report: none yet", style="dim")
+    if step:
+        on.print(Text.assemble(("next  ", "dim"), (step, "bold")), soft_wrap=True)
 
 
 def show(told: Told, console: Console) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from stages.contracts.errors import LineError
 from stages.glancing.contents import Contents, Shape
 from stages.glancing.runs import read_object, section, whole
+from stages.glancing.standing import to_do
 from stages.glancing.told import Facts, Told, some
 
 PARTS = ("prepared", "hidden_states", "merged", "logs")  # in the line's order
@@ -47,6 +48,8 @@ def tell_root(path: Path, root: Path, stages: Sequence[Facts], look: Callable[[P
     rows: dict[str, int] = {}
     for name in PARTS:
         if not (root / name).is_dir():
+            if ours and name == "logs":  # of other scripts; this line writes none
+                continue
             parts.append({"folder": name, "what": "missing", "rows": None, "bytes": None})
             continue
         part = _part(told, root / name, look)
@@ -58,7 +61,11 @@ def tell_root(path: Path, root: Path, stages: Sequence[Facts], look: Callable[[P
     told.facts["parts"] = parts
     if not ours:
         _order(told, root, rows)
-    told.next = _next(stages) if ours else [f"python -m stages.glance {root / 'hidden_states'}"]
+    told.next = (
+        [to_do(stages) or "nothing: the line is done"]
+        if ours
+        else [f"python -m stages.glance {root / 'hidden_states'}"]
+    )
     return told
 
 
@@ -98,18 +105,6 @@ def newest(folder: Path) -> float:
     return latest
 
 
-def _next(stages: Sequence[Facts]) -> list[str]:
-    """The first stage that is not done."""
-    first = next((s for s in stages if s["state"] not in ("done", "passed")), None)
-    if first is None:
-        return ["nothing: the line is done"]
-    if first["state"] == "refused":
-        return [
-            f"do what reports/gates/{str(first['stage']).removeprefix('gate-')}.json says, then dvc repro {first['stage']}"
-        ]
-    return [f"dvc repro {first['stage']}"]
-
-
 def tell_tables(folder: Path) -> Told | None:
     """A folder of rows as tables: JSON lines, Parquet, or a data set of Hugging Face in Arrow files."""
     found = _by_suffix(folder, _TABLES)
@@ -123,7 +118,7 @@ def tell_tables(folder: Path) -> Told | None:
     }
     told.facts["bytes"] = sum(size for _, size in found.values())
     told.next = (
-        ["add it to prepare.sources in params.yaml (kind: jsonl), then dvc repro prepare"] if ".jsonl" in found else []
+        ["add it to prepare.sources in params.yaml (kind: files), then dvc repro prepare"] if ".jsonl" in found else []
     )
     return told
 

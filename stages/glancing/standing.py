@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from stages.contracts.draft import DraftRecord
@@ -11,6 +11,9 @@ from stages.contracts.manifest import CaptureManifest, MergedManifest, PreparedM
 from stages.contracts.report import GateName, GateReport
 from stages.glancing.figures import of_capture, of_merged, of_prepared
 from stages.glancing.told import Facts
+
+_DONE = ("done", "passed")
+_REPRO = "dvc repro "
 
 
 class LineLike(Protocol):
@@ -35,8 +38,12 @@ class LineLike(Protocol):
     def verdict(self, gate: GateName) -> str: ...
 
 
-def stand(line: LineLike) -> list[Facts]:
-    """A record a stage, in the graph's order: stage, state (done, passed, refused, stale, missing) and its figures."""
+def stand(line: LineLike, changed: Mapping[str, Sequence[str]] | None = None) -> list[Facts]:
+    """A record a stage, in the graph's order: stage, state (done, passed, refused, stale, missing) and its figures.
+
+    Args:
+        changed: for a stage that ran with other parameters than those of now, which, in words.
+    """
     draft = line.draft.digest() if line.draft else None
 
     def state(there: bool, fresh: bool) -> str:
@@ -82,7 +89,38 @@ def stand(line: LineLike) -> list[Facts]:
         },
         _gate(line, "deployment"),
     ]
-    return _flow_on(records)
+    return _flow_on([_overtaken(record, changed or {}) for record in records])
+
+
+def _overtaken(record: Facts, changed: Mapping[str, Sequence[str]]) -> Facts:
+    """A stage that ran with other parameters is stale, and says which."""
+    words = changed.get(str(record["stage"]))
+    if not words or record["state"] == "missing":
+        return record
+    return {"stage": record["stage"], "state": "stale", "params_changed": list(words)}
+
+
+def to_do(records: Sequence[Facts]) -> str | None:
+    """The next command: for the first stage that is not done. None when all are."""
+    first = next((s for s in records if s["state"] not in _DONE), None)
+    if first is None:
+        return None
+    if first["state"] == "refused":
+        gate = str(first["stage"]).removeprefix("gate-")
+        return f"do what reports/gates/{gate}.json says, then dvc repro"
+    return "dvc repro"
+
+
+def still_to_do(steps: Sequence[str], records: Sequence[Facts]) -> list[str]:
+    """`steps` without the stages of `dvc repro` commands that are done."""
+    done = {str(r["stage"]) for r in records if r["state"] in _DONE}
+    found: list[str] = []
+    for step in steps:
+        if step.startswith(_REPRO):
+            left = [name for name in step.removeprefix(_REPRO).split() if name not in done]
+            step = _REPRO + " ".join(left) if left else ""
+        found += [step] if step else []
+    return found
 
 
 def _flow_on(records: list[Facts]) -> list[Facts]:

@@ -29,7 +29,8 @@ class Weights:
 
     @property
     def parameters(self) -> int:
-        return sum(prod(s.dims) for s in self.tensors.values())
+        """Numbers that were learned: the maps between a draft's and its target's vocabulary are none."""
+        return sum(prod(s.dims) for n, s in self.tensors.items() if n.rpartition(".")[2] not in ("d2t", "t2d"))
 
     @property
     def dtypes(self) -> list[str]:

@@ -75,6 +75,12 @@ class Line:
         """Whether evidence with `digest` speaks of the draft that stands on disk."""
         return self.draft is not None and digest == self.draft.digest()
 
+    def of_these_rows(self) -> bool:
+        """Whether the draft that stands on disk was trained on the rows that stand there."""
+        if self.draft is None or self.merged is None or self.prepared is None:
+            return False
+        return (self.draft.merged_digest, self.merged.prepared_digest) == (self.merged.digest(), self.prepared.digest())
+
 
 def read_line(root: Path = Path()) -> Line:
     """Read every fact there is below `root`."""

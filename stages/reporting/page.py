@@ -44,6 +44,7 @@ def render(line: Line, params: Params | None = None) -> str:
         target=line.prepared.target if line.prepared else line.draft.target if line.draft else None,
         verdict=verdict(line),
         figures=key_figures(line),
+        former=bool(line.serve and not line.of_these_rows()),
         gates=[_gate(line, name) for name in GATES],
         guards=_GUARDS,
         points=_points(line),

@@ -127,7 +127,7 @@ def test_our_data_root_tells_the_line_and_its_stale_stages(tmp_path: Path) -> No
     assert told.next == ["nothing: the line is done"]
     evidence.merged().model_copy(update={"tokens": 1}).write(tmp_path / "data/merged/manifest.json")
     told = glance.look(tmp_path)
-    assert "train" in told.facts["stale"] and told.next == ["dvc repro gate-training"]
+    assert "train" in told.facts["stale"] and told.next == ["dvc repro"]
     assert glance.look(tmp_path / "data/merged").what == "merged rows and states"
 
 
@@ -160,7 +160,7 @@ def test_a_data_set_of_arrow_files_and_json_lines_are_rows(tmp_path: Path) -> No
     assert told.what == "rows of an Arrow data set (Hugging Face)" and told.facts["rows"] == 12
     (tmp_path / "b").mkdir()
     (tmp_path / "b/chats.jsonl").write_text("{}\n")
-    assert "kind: jsonl" in glance.look(tmp_path / "b").next[0]
+    assert "kind: files" in glance.look(tmp_path / "b").next[0]
 
 
 def test_a_folder_of_several_stores_is_told_by_what_it_holds(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from stages import glance
-from stages.contracts.errors import DataError
+from stages.contracts.errors import DataError, LineError
 from stages.contracts.manifest import FolderConfig
 from stages.contracts.report import report_path
+from stages.glancing.changed import changed_params
+from stages.glancing.standing import still_to_do, to_do
 from stages.reporting.facts import read_line
 from tests.reporting import evidence
 
@@ -52,6 +54,61 @@ def test_what_follows_changed_rows_is_stale_and_a_refusal_is_named(tmp_path: Pat
     assert record["state"] == "refused" and record["failed"] == [
         "of all the target's points, the nearest is the claimed one"
     ]
+
+
+LOCK = """stages:
+  merge:
+    params: {params.yaml: {merge: {draft_vocab_size: 8}, target: {name: tiny, threads: 2}}}
+  train:
+    params: {params.yaml: {train: {seed: 1, gone: 2, steps: [1, 2]}}}
+"""
+NOW = "target: {name: tiny, threads: 2}\nmerge: {draft_vocab_size: 8}\ntrain: {seed: 2, steps: [1, 2], fresh: true}\n"
+
+
+def test_a_stage_that_ran_with_other_parameters_is_stale_and_says_which(tmp_path: Path) -> None:
+    evidence.write_whole_line(tmp_path)
+    (tmp_path / "dvc.lock").write_text(LOCK)
+    (tmp_path / "params.yaml").write_text(NOW)
+    changed = changed_params(tmp_path)
+    assert changed == {"train": ["train.seed 1, now 2", "train.gone 2, now null", "train.fresh null, now true"]}
+    records = {r["stage"]: r for r in glance.stand(read_line(tmp_path), changed)}
+    assert records["merge"]["state"] == "done" and records["gate-training"]["state"] == "passed"
+    assert records["train"]["state"] == records["gate-deployment"]["state"] == "stale"
+    assert records["train"]["params_changed"] == changed["train"]
+
+
+@pytest.mark.parametrize("lock", [None, "stages: [", "[]", "stages: {train: 3}", b"\xff"])
+def test_a_lock_that_says_nothing_changes_nothing(tmp_path: Path, lock: str | bytes | None) -> None:
+    (tmp_path / "params.yaml").write_text(NOW)
+    if lock is not None:
+        (tmp_path / "dvc.lock").write_bytes(lock if isinstance(lock, bytes) else lock.encode())
+    assert changed_params(tmp_path) == {}
+
+
+def test_next_is_what_is_left_to_do(tmp_path: Path) -> None:
+    assert to_do(glance.stand(read_line(tmp_path))) == "dvc repro"
+    evidence.write_whole_line(tmp_path)
+    records = glance.stand(read_line(tmp_path))
+    assert to_do(records) is None
+    steps = ["dvc repro extract merge", "python -m stages.glance x --verify"]
+    assert still_to_do(steps, records) == steps[1:]
+    records[3]["state"] = "stale"
+    assert still_to_do(steps, records) == ["dvc repro merge", steps[1]]
+    records[1]["state"] = "refused"
+    assert to_do(records) == "do what reports/gates/extraction.json says, then dvc repro"
+
+
+def test_a_file_that_says_nothing_of_its_folder_is_not_taken_for_the_line(tmp_path: Path) -> None:
+    evidence.write_whole_line(tmp_path)
+    (tmp_path / "README.md").write_text("# x")
+    with pytest.raises(LineError, match=r"Nothing here says what it is[\s\S]*README.md"):
+        glance.look(tmp_path / "README.md")
+
+
+def test_help_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["glance", "--help"])
+    glance.main()
+    assert "python -m stages.glance [PATH]" in capsys.readouterr().out
 
 
 def test_a_program_gets_json_and_no_heavy_library_is_loaded(tmp_path: Path, repo_root: Path) -> None:

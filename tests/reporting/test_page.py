@@ -145,6 +145,14 @@ def test_a_report_on_other_bytes_is_not_taken_for_a_verdict(tmp_path: Path) -> N
     assert "Fit to serve" not in said and "gate-deployment judged something older than what stands here" in said
 
 
+def test_figures_of_a_draft_trained_on_other_rows_are_told_from_a_refusal_of_these(tmp_path: Path) -> None:
+    evidence.write_whole_line(tmp_path)
+    former = "The figures below are of the draft trained before, on other rows"
+    assert former not in text(page(tmp_path))
+    evidence.merged().model_copy(update={"tokens": 1}).write(tmp_path / "data/merged/manifest.json")
+    assert former in text(page(tmp_path))
+
+
 def test_figures_of_an_earlier_draft_are_called_that(tmp_path: Path) -> None:
     evidence.write_whole_line(tmp_path)
     evidence.serve().model_copy(update={"draft_digest": "sha256:" + "1" * 64}).write(tmp_path / SERVE_EVIDENCE)
