@@ -90,28 +90,23 @@ def open_served(params: Params, record: DraftRecord) -> Served:
             return nullcontext(engine.Engine(target, draft, slots=slots, positions=positions))
 
         return Served(engine, engine.version(), target, checkpoint, open_here)
-    audit(checkpoint, target)
-    facts = facts_for_server(checkpoint, record, points)
+    facts = facts_for_server(checkpoint, record, points, target)
     opener = open_server(params, folder, facts)
     return Served(engine, f"sglang {engine.VERSION}", target, checkpoint, opener, params.serve.draft_steps)
 
 
-def audit(checkpoint: DraftCheckpoint, target: Decoder) -> None:
-    """Audit the draft for a server, which itself would report nothing.
+def facts_for_server(
+    checkpoint: DraftCheckpoint, record: DraftRecord, points: tuple[int, ...], target: Decoder | None = None
+) -> DraftFacts:
+    """What the launch checks need to know of the draft; with the target at hand the draft is audited against it, for a server
+    itself would report nothing.
 
     Raises:
-        EngineError: the draft does not fit the target.
+        EngineError: the draft does not fit the target, or is fed other widths than it takes.
     """
-    c = target.config
-    audit_for_target(DRAFT, checkpoint, hidden_size=c.hidden_size, vocab_size=c.vocab_size, embedding=target.embedding)
-
-
-def facts_for_server(checkpoint: DraftCheckpoint, record: DraftRecord, points: tuple[int, ...]) -> DraftFacts:
-    """What the launch checks need to know of the draft.
-
-    Raises:
-        EngineError: it is fed other widths than it takes.
-    """
+    if target is not None:
+        size = {"hidden_size": target.config.hidden_size, "vocab_size": target.config.vocab_size}
+        audit_for_target(DRAFT, checkpoint, embedding=target.embedding, **size)
     if len(points) != len(record.points):
         raise EngineError(
             "The draft takes in other states than the engine feeds it",

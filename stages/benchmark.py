@@ -94,14 +94,13 @@ def _measure(
     chains = [Way("speculative", k, k) for k in told.draft_steps]
     first = first_requests(bench, load, [PLAIN, *chains])
     arms, ratios = sweep(bench, load, lambda _: chains, "plain and drafted")
+    _, domains = accept_lengths(bench, prompts[: 2 * bench.at_once], steps, told.max_new_tokens, "by domain")
     policy = choose_policy(ratios, draft_digest=record.digest(), **about)
     at_once = confidence_at_once(len(told.concurrencies))
     by_policy, policy_ratios = sweep(
         bench, load, lambda c: [Way("policy", policy.steps_for(c), policy.steps_for)], "plain and policy", at_once
     )
     arrivals = open_loop(bench, load, [PLAIN, *chains], arms)
-    served = (bench, prompts[: 2 * bench.at_once], steps, told.max_new_tokens)
-    _, domains = accept_lengths(*served, "by domain")
     out_of_distribution, _ = accept_lengths(bench, others, steps, told.max_new_tokens, "out of distribution")
     off = off_cost(bench, load, steps) or (None, None, None)
     evidence = BenchmarkEvidence(
