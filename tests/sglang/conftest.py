@@ -48,6 +48,9 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "concurrencies": [1, 2], "draft_steps": [3], "requests": 1, "max_new_tokens": 8, "repeats": 3,
             "out_of_distribution_prompts": 2, "arrival_rates": [2.0], "arrival_requests": 2,
         }  # fmt: skip
+        # Enough prompts that call tools for one of them to be held out.
+        sources = json.loads((root / "params.yaml").read_text())["prepare"]["sources"]
+        set_params(root, prepare={"sources": [s | ({"limit": 12} if s["name"] == "bfcl" else {}) for s in sources]})
         train_told = {"optimizer_steps": 80, "evaluate_every": 80, "checkpoint_every": 80}
         set_params(root, serve=serve, train=train_told, benchmark=bench)
         prepare.main()
@@ -96,7 +99,7 @@ def there(served: Path, tmp_path: Path) -> Iterator[Path]:
 
 def copied(root: Path, tmp_path: Path) -> Iterator[Path]:
     copy = tmp_path / "line"
-    shutil.copytree(root, copy, copy_function=os.link)
+    shutil.copytree(root, copy, copy_function=os.link, ignore=shutil.ignore_patterns("logs"))
     with in_folder(copy):
         set_params(copy, serve={"engine": "sglang"})
         yield copy
