@@ -50,7 +50,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }  # fmt: skip
         # Enough prompts that call tools for one of them to be held out.
         sources = json.loads((root / "params.yaml").read_text())["prepare"]["sources"]
-        set_params(root, prepare={"sources": [s | ({"limit": 12} if s["name"] == "bfcl" else {}) for s in sources]})
+        set_params(root, prepare={"sources": [s | ({"limit": 16} if s["name"] == "bfcl" else {}) for s in sources]})
         train_told = {"optimizer_steps": 80, "evaluate_every": 80, "checkpoint_every": 80}
         set_params(root, serve=serve, train=train_told, benchmark=bench)
         prepare.main()
