@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from flows.child import Ended, run_child
-from stages.contracts.errors import LineError, ParamsError, Refusal
-from stages.contracts.files import write_whole
-from stages.contracts.params import load_params
+from stages.contracts.errors import LineError, Refusal
 from stages.contracts.report import GateName, GateReport, report_path
 
 
@@ -63,24 +61,6 @@ def stage_names(root: Path) -> list[str]:
             do="run the flow from the repository root; `dvc stage list` tells what is wrong",
         )
     return names
-
-
-def choose_params(name: str, root: Path) -> None:
-    """Put params/<name>.yaml in the place of params.yaml, once it is known to be valid.
-
-    Raises:
-        ParamsError: no such set (the error lists those there are), or not valid.
-    """
-    sets = {path.stem: path for path in sorted((root / "params").glob("*.yaml"))}
-    if name not in sets:
-        raise ParamsError(
-            f"No parameter set {name!r}",
-            where=str(root / "params"),
-            expected=f"one of {sorted(sets)}",
-            do="pass one of them as params_set, or none to run params.yaml as it stands",
-        )
-    load_params(sets[name])
-    write_whole(root / "params.yaml", sets[name].read_bytes())
 
 
 def holders(root: Path) -> list[str]:

@@ -15,7 +15,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from flows import artifacts, line, release
+from flows import artifacts, git_state, line, release, settings
+from flows.notice import notify as tell
 from stages.contracts.errors import LineError
 
 RETRY_DELAYS_S = (15.0, 60.0)
@@ -41,7 +42,10 @@ def stage(name: str, root: Path, time_limit_s: float) -> None:
 @flow(name="retrain")
 def retrain(
     params_set: str | None = None,
+    overrides: dict[str, Any] | None = None,
     promote: bool = True,
+    commit_to: str | None = None,
+    notify: str | None = None,
     stage_time_limit_s: float = 6 * 3600,
     lock_wait_s: float = 900,
 ) -> State[Any]:
@@ -49,25 +53,48 @@ def retrain(
 
     Args:
         params_set: a file in params/ (without .yaml) to put in the place of params.yaml; none runs it as it stands.
+        overrides: values of params.yaml for this run and those after it, by dotted key: {"train.optimizer_steps": 600}.
         promote: move releases/current.json to the draft that passed.
+        commit_to: branch that params.yaml, dvc.lock and reports/ are committed to, refusals too; it begins at HEAD.
+        notify: notification block of Prefect, <type>/<name>, that is told how the run ended.
         stage_time_limit_s: seconds a stage may take before it is ended with all its children.
         lock_wait_s: seconds to wait for another run of DVC in this clone.
     """
     root = Path.cwd()
     try:
-        if params_set:
-            line.choose_params(params_set, root)
         line.wait_until_free(root, lock_wait_s, get_run_logger().info)
+        if params_set:
+            settings.choose_params(params_set, root)
+        if overrides:
+            settings.override(overrides, root)
+        words, failed = _retrain(root, promote, stage_time_limit_s)
+        if commit_to:
+            _commit(commit_to, words, root)
+    except LineError as error:
+        words, failed = error.text(), True
+    if notify:
+        tell(notify, f"retrain {'failed' if failed else 'done'}: {words.splitlines()[0]}", words)
+    return Failed(message=words) if failed else Completed(message=words)
+
+
+def _retrain(root: Path, promote: bool, stage_time_limit_s: float) -> tuple[str, bool]:
+    """How it ended in words, and whether it failed."""
+    try:
         for name in line.stage_names(root):
             _run(name, root, stage_time_limit_s)
         if not promote:
-            return Completed(message="The line is up to date; nothing was promoted.")
+            return "The line is up to date; nothing was promoted.", False
         promoted = release.promote(root)
     except LineError as error:
-        return Failed(message=error.text())
-    words = f"Release {promoted.name}: accept length {promoted.record.accept_length:.2f}"
+        return error.text(), True
     create_markdown_artifact(key="release", markdown=release.release_markdown(promoted))
-    return Completed(message=words)
+    return f"Release {promoted.name}: accept length {promoted.record.accept_length:.2f}", False
+
+
+def _commit(branch: str, words: str, root: Path) -> None:
+    head, _, rest = words.partition("\n")
+    commit = git_state.commit_record(branch, f"retrain: {head}\n\n{rest}".strip(), root)
+    get_run_logger().info("recorded on %s: %s", branch, commit or "nothing changed")
 
 
 def _run(name: str, root: Path, time_limit_s: float) -> None:

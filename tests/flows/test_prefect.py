@@ -10,12 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -252,6 +254,50 @@ def test_a_run_that_is_ended_leaves_no_child(server: Server, how: str) -> None:
         assert server.tasks_of(run)["train"]["run_count"] == 1
     else:
         assert state["type"] == "CANCELLED"
+
+
+class _Inbox(BaseHTTPRequestHandler):
+    """Takes what a webhook sends."""
+
+    got: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        self.got.append(self.rfile.read(int(self.headers["content-length"])).decode())
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def inbox(server: Server) -> Iterator[list[str]]:
+    """Messages that the notification block custom-webhook/inbox of the Prefect server sends."""
+    http = HTTPServer(("127.0.0.1", 0), _Inbox)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    code = (
+        "from prefect.blocks.notifications import CustomWebhookNotificationBlock as Hook\n"
+        f"Hook(name='inbox', url='http://127.0.0.1:{http.server_port}/', json_data={{'text': '{{{{subject}}}}'}}).save('inbox')"
+    )
+    subprocess.run([sys.executable, "-c", code], env=server.env, check=True, capture_output=True)
+    _Inbox.got.clear()
+    yield _Inbox.got
+    http.shutdown()
+
+
+def test_a_run_is_recorded_on_a_branch_and_people_are_told(server: Server, inbox: list[str]) -> None:
+    _give_verdict(server.repo, False)
+    told = {"commit_to": "runs", "notify": "custom-webhook/inbox"}
+    try:
+        assert server.end_of(server.start("retrain/weekly", **told))["type"] == "FAILED"
+    finally:
+        _give_verdict(server.repo, True)
+    assert server.end_of(server.start("retrain/weekly", **told))["type"] == "COMPLETED"
+    log = subprocess.run(
+        ["git", "log", "--format=%s", "runs"], cwd=server.repo, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert log[0].startswith("retrain: Release ") and log[1] == "retrain: gate-training refused the draft"
+    assert "retrain failed: gate-training refused the draft" in inbox[0] and "retrain done: Release" in inbox[1]
 
 
 def test_a_rollback_with_nothing_before_it_fails_in_words(server: Server) -> None:

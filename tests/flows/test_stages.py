@@ -12,7 +12,7 @@ import pytest
 
 from flows import line
 from flows.child import TimeLimit
-from stages.contracts.errors import ParamsError, Refusal
+from stages.contracts.errors import Refusal
 from stages.contracts.report import report_path
 from tests.flows.samples import ZERO, gate_report, make_repo
 
@@ -125,18 +125,3 @@ def test_the_wait_ends_when_the_other_run_does(tmp_path: Path) -> None:
 def test_a_lock_left_by_a_dead_run_does_not_hold_the_line(tmp_path: Path) -> None:
     _hold(tmp_path, 2**22 - 3)
     line.wait_until_free(tmp_path, 0, lambda _: None)
-
-
-def test_an_unknown_or_broken_parameter_set_leaves_params_yaml_alone(tmp_path: Path, repo_root: Path) -> None:
-    (tmp_path / "params").mkdir()
-    (tmp_path / "params.yaml").write_text("mine\n")
-    good = (repo_root / "params.yaml").read_text()
-    (tmp_path / "params/small.yaml").write_text(good)
-    (tmp_path / "params/broken.yaml").write_text(good.replace("threads: 2", "threads: 0"))
-    with pytest.raises(ParamsError, match=r"No parameter set 'big'(.|\n)*one of \['broken', 'small'\]"):
-        line.choose_params("big", tmp_path)
-    with pytest.raises(ParamsError, match=r"target.threads"):
-        line.choose_params("broken", tmp_path)
-    assert (tmp_path / "params.yaml").read_text() == "mine\n"
-    line.choose_params("small", tmp_path)
-    assert (tmp_path / "params.yaml").read_text() == good
