@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from pydantic import ValidationError
+
 from flows import ledger
 from stages.contracts.errors import DataError
 from stages.contracts.files import canonical
-from stages.contracts.release import POINTER, RELEASES, current
+from stages.contracts.release import POINTER, RELEASES, ChannelEntry, current
 
 RECORD = "release.json"
 
@@ -85,7 +87,7 @@ class FolderReleases:
         path = self.root / ledger.LEDGER
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         for number, (entry, line) in enumerate(zip(entries, lines, strict=True), start=1):
-            if json.dumps(entry).encode() != line:
+            if json.dumps(entry).encode() != line or not _sealed(entry):
                 raise DataError(
                     "A line of the ledger is not in the bytes that it was written in",
                     where=f"{path}: line {number}",
@@ -94,3 +96,11 @@ class FolderReleases:
                     do="put the ledger back from a backup",
                 )
         return entries
+
+
+def _sealed(entry: dict[str, Any]) -> bool:
+    """Whether an entry is as its seal says; those made before there were registries have none."""
+    try:
+        return "seal" not in entry or bool(ChannelEntry.model_validate(entry))
+    except ValidationError:
+        return False

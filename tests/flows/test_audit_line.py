@@ -91,7 +91,11 @@ def _places(line: Line) -> dict[str, list[Path]]:
     kinds: dict[str, list[Path]] = {}
     for folder in ("releases", "data", "models", "target"):
         for file in sorted((root / folder).rglob("*")):
-            if file.is_file() and file.name not in (".lock", ".gitignore", "config.json", "tokenizer_config.json"):
+            if (
+                file.is_file()
+                and file.stat().st_size
+                and file.name not in (".lock", ".gitignore", "config.json", "tokenizer_config.json")
+            ):
                 kinds.setdefault(f"{folder}/{file.name}", []).append(file)
     kinds["cache"] = [p for p in sorted(cache.rglob("*")) if p.is_file() and p.suffix != ".dir"]
     kinds["listing"] = [p for p in sorted(cache.rglob("*.dir")) if p.stat().st_size]
@@ -107,8 +111,6 @@ def test_a_byte_changed_anywhere_is_found_and_its_file_named(copy: Line) -> None
         for kind, files in kinds.items():
             file = chance.choice(files)
             at = chance.randrange(file.stat().st_size)
-            if file.name == "ledger.jsonl" and b'"action"' not in file.read_bytes()[: at + 1].rpartition(b"\n")[2]:
-                continue  # a time is nowhere else: only that times go forward can be checked
             with Changed(file, at, 1 << chance.randrange(8)):
                 found = copy.findings()
             named = [f for f in found if str(file.relative_to(copy.root)) in f.where or file.name in f.where]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,8 +48,15 @@ class Server:
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data, headers={"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.loads(answer.read())
+        for _ in range(30):
+            try:
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    return json.loads(answer.read())
+            except urllib.error.HTTPError as error:
+                if error.code != 503:  # SQLite is busy: "try again"
+                    raise
+                time.sleep(1)
+        pytest.fail(f"{path}: the server was busy for half a minute")
 
     def start(self, deployment: str, **parameters: object) -> str:
         """Order a run; gives its id."""
