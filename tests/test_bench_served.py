@@ -138,7 +138,7 @@ def test_servers_under_unequal_settings_are_not_timed(pretend: Pretend) -> None:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"benchmark": {"arrival_rates": [0.0]}}, "benchmark.arrival_rates.0: Input should be greater than 0"),
+        ({"benchmark": {"arrival_rates": [0.0]}}, "benchmark.arrival_rates.0: must be more than 0"),
         ({"benchmark": {"arrival_rates": [float("inf")]}}, "benchmark.arrival_rates.0"),
         ({"benchmark": {"arrival_rates": [4.0, 2.0]}}, r"arrival_rates \[4.0, 2.0\] are not ascending"),
         ({"benchmark": {"arrival_rates": [0.001]}}, "4 requests would take 4000 s to arrive"),

@@ -78,7 +78,8 @@ class Handler(BaseHTTPRequestHandler):
         if code := self.misdeeds.get("status"):
             return self._send({"error": {"message": "The scheduler is gone"}}, code)
         Handler.answered += 1
-        time.sleep(self.misdeeds.get("first_hangs_s" if Handler.answered == 1 else "hangs_s", 0))
+        every = self.misdeeds.get("hangs_s", 0)
+        time.sleep(self.misdeeds.get("first_hangs_s", every) if Handler.answered == 1 else every)
         if len(asked["input_ids"]) > self.told.get("context_length", 10**9):
             return self._send({"error": {"message": "The input is longer than the context"}}, 400)
         count = asked["sampling_params"]["max_new_tokens"]
