@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from stages._train_judge import evaluate
+from stages._train_rows import read_rows, read_vocabulary
 from stages.capture.layout import ROWS
 from stages.capture.rows import FolderPlan, Row
 from stages.capture.store import RowFolder, RowStore, write_folder
@@ -25,7 +27,7 @@ from stages.contracts.manifest import HIDDEN_STATES, MERGED_MANIFEST, MergedMani
 from stages.contracts.params import Params, load_params
 from stages.drafts.eagle3 import BatchOrder, HeldOut, Trainer, start_draft
 from stages.targets import load_target, locate_target
-from stages.train import evaluate, read_rows, read_vocabulary, schedule_of
+from stages.train import schedule_of
 
 if TYPE_CHECKING:
     from stages.targets._decoder import Decoder
@@ -62,9 +64,8 @@ def write_form(merged: MergedManifest, form: StoredForm, to: Path) -> float:
 def train_on(store: RowStore, target: Decoder, params: Params, merged: MergedManifest) -> HeldOut:
     """A short training on `store`; held-out figures on the states of the default form."""
     told, (d2t, _) = params.train, read_vocabulary(merged)
-    sizes = {
-        name: getattr(told, name) for name in ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head")
-    }
+    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head", "loss", "products")
+    sizes = {name: getattr(told, name) for name in names}
     draft, teacher = start_draft(target, d2t + torch.arange(len(d2t)), **sizes)
     schedule = schedule_of(params.model_copy(update={"train": told.model_copy(update={"optimizer_steps": STEPS})}))
     rows, plain = read_rows(store, target.device), read_rows(RowStore(HIDDEN_STATES), target.device)

@@ -34,7 +34,7 @@ def main() -> None:
     params, merged = load_params(), MergedManifest.read(MERGED_MANIFEST)
     torch.set_num_threads(params.target.threads)
     target = load_target(locate_target(params.target.origin), params.target.device, stored=True)
-    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head")
+    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head", "loss", "products")
     sizes = {n: getattr(params.train, n) for n in names}
     _, teacher = start_draft(target, target_ids(read_vocabulary(merged)[0]), **sizes)
     rows, checkpoint = read_rows(RowStore(HIDDEN_STATES), target.device), read_draft(DRAFT)

@@ -1,93 +1,85 @@
-"""Training speed: supervised tokens per CPU second and wall second, beside the floor that this machine's own matrix
-products set. Needs a merged set (`dvc repro gate-training`); changes nothing.
+"""Training speed and memory beside SpecForge and speculators: the same rows, draft sizes and vocabulary.
 
     python -m benchmarks.training
 
-The floor counts the products of one step and divides by the rate that a product of the head's shape reaches here, in
-the same run; everything else (attention, norms, the softmax over the draft vocabulary, the optimizer) is above it. Fails
-when less than half of the time is explained by products at that rate.
+Needs a merged set (`dvc repro gate-training`); changes nothing. The peers' own EAGLE-3 classes are run where DRAFTLINE_PEERS
+names the folder that they lie unpacked in; where it does not, that is said. Tokens are those of the rows trained on, prompts
+included, the same for all. Each trainer runs in a process of its own on two threads, SECONDS of CPU after a warm-up; threads
+that wait for each other sleep (GOMP_SPINCOUNT), so that CPU seconds are work done. Beside ours stands the
+floor: the products that a step cannot do without, at the rate that such products reach here. Fails when a goal is missed.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
-import time
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from stages.capture.store import RowStore
-from stages.contracts.manifest import HIDDEN_STATES, MERGED_MANIFEST, MergedManifest
-from stages.contracts.params import load_params
-from stages.drafts._training import lay_out
-from stages.drafts.eagle3 import BatchOrder, Eagle3Config, PackedBatch, Trainer, start_draft
-from stages.targets import load_target, locate_target
-from stages.train import read_rows, read_vocabulary, schedule_of
+from benchmarks.training_peers import PEERS, absent
+from benchmarks.training_rows import Inputs, prepare
+from stages.drafts._start import products_dtype
 
-_WARM, _TIMED = 2, 8  # optimizer steps
-_MIN_SHARE = 0.5  # of the floor's speed
+SECONDS = 8.0
+CASES = {"3 steps": (3, 0), "7 steps": (7, 0), "rows of 2048, 3 steps": (3, 2048)}
+OURS = ("ours", "ours-trained", "ours-bfloat16")  # a frozen head, a trained one, products in bfloat16
+GOALS = {"3 steps": 5.0, "7 steps": 4.0, "rows of 2048, 3 steps": 4.0}  # times either peer; ours as the line sets it
 
 
-def products_flop(config: Eagle3Config, batch: PackedBatch, steps: int) -> float:
-    """Floating point operations of the matrix products of one optimizer step on `batch`.
-
-    Forward once, backward twice (weights, inputs); fc has no gradient to its inputs; the target's head runs forward.
-    """
-    c, layout = config, lay_out(batch.loss_mask, batch.lengths, steps)
-    H, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-    keys, roots = len(layout.keys_K), [len(r) for r in layout.roots]
-    head = H * c.draft_vocab_size
-    block = 2 * H * q + q * H + 3 * H * c.intermediate_size + head  # q, o, mlp, head at every query
-    needed = len(torch.unique(torch.cat([r + 1 + i for i, r in enumerate(layout.roots)])))
-    macs = 2 * keys * 3 * H * H + 3 * keys * 4 * H * kv + needed * head
-    macs += 3 * (sum(roots) * block + sum(roots[1:]) * 4 * H * kv)
-    return 2.0 * macs
+def ask(folder: Path, arm: str, steps: int, row_tokens: int) -> dict[str, Any]:
+    """What a trainer measured in a process of its own."""
+    told = subprocess.run(
+        [sys.executable, "-m", "benchmarks.training_arm", str(folder), arm, str(steps), str(row_tokens), str(SECONDS)],
+        env=os.environ | {"GOMP_SPINCOUNT": "0"},
+        capture_output=True,
+        text=True,
+    )
+    if told.returncode:
+        sys.exit(f"{arm}: {told.stderr[-2000:]}")
+    found = json.loads(told.stdout.splitlines()[-1])
+    return found | {"rate": found["tokens"] / found["cpu_s"]}
 
 
-def product_rate(config: Eagle3Config, rows: int) -> float:
-    """Floating point operations a second of the head's product [rows, H] x [H, D] here and now: the best of five."""
-    x, w = torch.randn(rows, config.hidden_size), torch.randn(config.draft_vocab_size, config.hidden_size)
-    out, best = torch.empty(rows, config.draft_vocab_size), float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        torch.mm(x, w.T, out=out)
-        best = min(best, time.perf_counter() - start)
-    return 2 * rows * w.numel() / best
+def default_arm() -> str:
+    """Which of ours the line's own settings make of this machine."""
+    low = products_dtype("auto", torch.device("cpu")) == torch.bfloat16
+    return "ours-bfloat16" if low else "ours"
+
+
+def show(arm: str, found: dict[str, Any]) -> None:
+    line = f"  {arm:18s}{found['rate']:7.0f} tokens/CPU-s  {found['tokens'] / found['wall_s']:7.0f} tokens/s"
+    line += f"  {found['peak_mb']:6.0f} MB"
+    if "products_flop" in found:
+        needed = found["products_flop"] / found["flop_per_cpu_s"]
+        line += f"  {found['products_flop'] / found['tokens'] / 1e6:4.0f} MFLOP a token"
+        line += f"  {found['cpu_s'] / needed:5.2f} x the floor at {found['flop_per_cpu_s'] / 1e9:.0f} GFLOP/CPU-s; "
+        line += ", ".join(f"{kind} {share:.0%}" for kind, share in found["shares"].items())
+    print(line, flush=True)
 
 
 def main() -> None:
-    params, merged = load_params(), MergedManifest.read(MERGED_MANIFEST)
-    torch.set_num_threads(params.target.threads)
-    target = load_target(locate_target(params.target.origin), params.target.device)
-    d2t, _ = read_vocabulary(merged)
-    told = params.train
-    sizes = {
-        name: getattr(told, name) for name in ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head")
-    }
-    draft, teacher = start_draft(target, d2t + torch.arange(len(d2t)), **sizes)
-    rows = read_rows(RowStore(HIDDEN_STATES), target.device)
-    trainer, config = Trainer(draft, teacher, schedule_of(params)), draft.config
-    order = BatchOrder([row.length for row in rows.train], told.batch_tokens, told.seed)
-    tokens, flop, rates = 0, 0.0, [product_rate(config, 1024)]
-    for step in range(_WARM + _TIMED):
-        if step == _WARM:
-            wall, cpu = time.perf_counter(), time.process_time()
-        batch = rows.pack([rows.train[i] for i in order(step)])
-        ahead = trainer.train(batch)
-        if step >= _WARM:
-            tokens += len(ahead.roots)
-            flop += products_flop(config, batch, told.steps_ahead)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    rates.append(product_rate(config, 1024))
-    rate = max(rates)
-    print(f"supervised tokens            {tokens} in {_TIMED} optimizer steps, {told.steps_ahead} draft steps ahead")
-    print(f"tokens/CPU-s                 {tokens / cpu:.0f}")
-    print(f"tokens/s                     {tokens / wall:.0f} on {params.target.threads} threads")
-    print(f"products, MFLOP a token      {flop / tokens / 1e6:.0f}")
-    print(f"product rate here, GFLOP/s   {rate / 1e9:.0f}")
-    print(f"floor, tokens/s              {tokens * rate / flop:.0f}")
-    print(f"of the floor                 {flop / rate / wall:.2f} (at least {_MIN_SHARE})")
-    if flop / rate / wall < _MIN_SHARE:
-        sys.exit("training is slower than its products explain")
+    folder, missed = prepare(), []
+    inputs = Inputs(folder)
+    print(f"{len(inputs.lengths)} rows, {sum(inputs.lengths)} tokens, {sum(inputs.tensor('mask').tolist())} supervised")
+    present = [name for name in PEERS if not (why := absent(name)) or print(why)]
+    for case, (steps, row_tokens) in CASES.items():
+        print(case)
+        found: dict[str, dict[str, Any]] = {}
+        for arm in (*OURS, *present):
+            found[arm] = ask(folder, arm, steps, row_tokens)
+            show(arm, found[arm])
+        for name in present:
+            times = {arm: found[arm]["rate"] / found[name]["rate"] for arm in OURS}
+            print(f"  times {name}: " + ", ".join(f"{arm} {t:.1f}" for arm, t in times.items()))
+            best = default_arm()
+            if times[best] < GOALS[case] or found[best]["peak_mb"] >= found[name]["peak_mb"]:
+                missed.append(f"{case}, {name}: {times[best]:.1f} times, goal {GOALS[case]:.0f}, or no less memory")
+    if missed:
+        sys.exit("missed: " + "; ".join(missed))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from stages.engines.sglang import DraftFacts, Launch, demand_alike, serve
 from stages.targets import load_target, locate_target
 from stages.targets._decoder import Decoder, Linear
 
-# (requests at once, tokens of the longest request, drafted tokens a verification) -> an engine that answers
-Open = Callable[[int, int, int], AbstractContextManager[Any]]
+# (requests at once, tokens of the longest request, drafted tokens a verification) -> an engine that answers; a server's also
+# takes the first of the GPUs it is to have
+Open = Callable[..., AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -95,15 +96,17 @@ def open_served(params: Params, record: DraftRecord) -> Served:
 
 
 def facts_for_server(
-    checkpoint: DraftCheckpoint, record: DraftRecord, points: tuple[int, ...], target: Decoder
+    checkpoint: DraftCheckpoint, record: DraftRecord, points: tuple[int, ...], target: Decoder | None = None
 ) -> DraftFacts:
-    """Audit the draft for a server, which itself would report nothing, and say what the launch checks need to know.
+    """What the launch checks need to know of the draft; with the target at hand the draft is audited against it, for a server
+    itself would report nothing.
 
     Raises:
-        EngineError: the draft does not fit the target, or feeds other widths than it takes.
+        EngineError: the draft does not fit the target, or is fed other widths than it takes.
     """
-    c = target.config
-    audit_for_target(DRAFT, checkpoint, hidden_size=c.hidden_size, vocab_size=c.vocab_size, embedding=target.embedding)
+    if target is not None:
+        size = {"hidden_size": target.config.hidden_size, "vocab_size": target.config.vocab_size}
+        audit_for_target(DRAFT, checkpoint, embedding=target.embedding, **size)
     if len(points) != len(record.points):
         raise EngineError(
             "The draft takes in other states than the engine feeds it",
@@ -127,25 +130,25 @@ def facts_for_server(
 
 
 def open_server(params: Params, folder: Path, facts: DraftFacts) -> Open:
-    """Opens SGLang with the draft, or without it for 0 steps; two servers that run already are held to equal settings."""
+    """Opens SGLang with the draft, or without it for 0 steps; servers opened one after another are held to equal settings."""
     told, where = params.serve.sglang, params.target
     seen: list[Any] = []
 
-    def open_one(slots: int, positions: int, steps: int) -> AbstractContextManager[Any]:
+    def open_one(slots: int, positions: int, steps: int, first_gpu: int = 0) -> AbstractContextManager[Any]:
         launch = Launch(
             target=folder, device=where.device, dtype=where.dtype, threads=where.threads, concurrency=slots,
-            positions=positions, draft=facts if steps else None, draft_steps=steps,
+            positions=positions, draft=facts if steps else None, draft_steps=steps, first_gpu=first_gpu,
         )  # fmt: skip
         label = f"drafted-{steps}" if steps else "plain"
         server = serve(launch, told, label=label, url=told.url if steps else told.plain_url, by_value=True)
-        return server if not told.url else _alike(server, seen)
+        return _alike(server, seen)
 
     return open_one
 
 
 @contextmanager
 def _alike(opened: AbstractContextManager[Any], seen: list[Any]) -> Generator[Any, None, None]:
-    """An attached server, compared with the ones attached before it."""
+    """A server, compared with the ones opened before it."""
     with opened as server:
         for info in seen:
             demand_alike(server, info)

@@ -6,18 +6,18 @@ verification bring, and is that what the simulation on stored rows foretold? Do 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from stages._serve_both_ways import as_requests, compare_greedy, serve_both_ways, sum_up
+from stages._serve_sampling import check_sampling
 from stages._served import Served, open_served
 from stages.acceptance.lengths import Answer as Counted
-from stages.acceptance.lengths import accept_length, by_domain
+from stages.acceptance.lengths import accept_length, by_domain, by_length
 from stages.acceptance.prompts import Prompt, held_out_prompts
 from stages.acceptance.simulate import replay_rows
 from stages.capture.probe import nearest_points
@@ -26,10 +26,8 @@ from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import Refusal, run
 from stages.contracts.evidence import (
     SERVE_EVIDENCE,
-    Losslessness,
     ParitySlot,
     RequestRecord,
-    SamplingFidelity,
     ServeEvidence,
 )
 from stages.contracts.files import file_digest
@@ -46,12 +44,6 @@ from stages.contracts.points import name_points
 from stages.contracts.progress import progress
 from stages.drafts.eagle3 import PackedBatch, Teacher, look_ahead
 from stages.targets import identify_target, locate_target
-from stages.targets._decoder import Decoder
-
-NEAR_TIE = 1e-3  # logits; batching changes float32 logits by about 1e-5
-SAMPLES = 1024  # draws a prompt: the distance's own noise stays below 0.01
-_SAMPLES_AT_ONCE = 128
-_CELLS = 4  # most likely tokens told apart, the rest being one cell
 
 
 def demand_same_line(params: Params, record: DraftRecord, merged: MergedManifest, prepared: PreparedManifest) -> None:
@@ -83,16 +75,6 @@ def demand_same_line(params: Params, record: DraftRecord, merged: MergedManifest
                 got=got,
                 do=f"run `dvc repro {stage}`",
             )
-
-
-def as_requests(engine: ModuleType, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Any]:
-    """Greedy requests; an answer stored capped is asked no further than it was stored."""
-    return [
-        engine.Request(
-            p.prompt_id, p.ids, min(max_new_tokens, len(p.answer)) if p.finish == "capped" else max_new_tokens
-        )
-        for p in prompts
-    ]
 
 
 def check_parity(
@@ -127,33 +109,6 @@ def check_parity(
 def _finite(distance: float) -> float:
     """Facts hold no infinity; a state with NaN or Inf is as far as can be told."""
     return min(distance, 1e9)
-
-
-def near_tie(target: Decoder, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two greedy answers part ways where the target's two best logits are as good as equal."""
-    shared = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    if shared is None:
-        return False
-    ids = torch.tensor([*prompt, *one[:shared]], device=target.device)
-    best = target.logits(target.packed(ids, [len(ids)]).last[-1]).topk(2).values
-    return float(best[0] - best[1]) < NEAR_TIE
-
-
-def compare_greedy(
-    target: Decoder, prompts: Sequence[Prompt], plain: Sequence[Any], drafted: Sequence[Any]
-) -> Losslessness:
-    """Count answers equal to plain decoding's, near ties apart, and name the others."""
-    identical, ties, differing = 0, 0, []
-    for prompt, one, other in zip(prompts, plain, drafted, strict=True):
-        if one.ids == other.ids:
-            identical += 1
-        elif near_tie(target, prompt.ids, one.ids, other.ids):
-            ties += 1
-        else:
-            differing.append(prompt.prompt_id)
-    return Losslessness(
-        requests=len(prompts), identical=identical, near_ties=ties, differing_prompt_ids=tuple(differing)
-    )
 
 
 @torch.inference_mode()
@@ -194,97 +149,13 @@ def simulate(served: Served, rows: Sequence[tuple[Prompt, int]], steps: int) -> 
     return answers
 
 
-def total_variation(counts: Counter[int], exact: Tensor) -> float:
-    """Distance of drawn tokens from an exact distribution [V], over its likeliest tokens and one cell for the rest."""
-    drawn = sum(counts.values())
-    top = exact.topk(min(_CELLS, len(exact))).indices.tolist()
-    pairs = [(counts[t] / drawn, float(exact[t])) for t in top]
-    pairs.append((1 - sum(a for a, _ in pairs), 1 - sum(b for _, b in pairs)))
-    return sum(abs(a - b) for a, b in pairs) / 2
-
-
-@torch.inference_mode()
-def exact_second(target: Decoder, prompt: Sequence[int], first: Counter[int], temperature: float) -> Tensor:
-    """The target's distribution [V] of the second token, averaged over the first tokens that were drawn."""
-    tokens = sorted(first)
-    cache = target.new_cache(len(tokens), len(prompt) + 2)
-    target.packed(torch.tensor(prompt, device=target.device), [len(prompt)], (), cache, [0])
-    for slot in range(1, len(tokens)):
-        cache.move(0, slot)
-    lengths = torch.full((len(tokens),), len(prompt), device=target.device)
-    last = target.decode(torch.tensor(tokens, device=target.device)[:, None], lengths, cache).last[:, 0]
-    p = torch.softmax(target.logits(last).double() / temperature, -1)
-    weights = torch.tensor([first[t] for t in tokens], dtype=p.dtype, device=p.device)
-    return (weights / weights.sum()) @ p
-
-
-def check_sampling(served: Served, prompts: Sequence[Prompt], temperature: float) -> SamplingFidelity:
-    """Draw the second token of an answer, the first that a verification decides, speculatively and plainly.
-
-    Each way is compared with the exact distribution after the very first tokens it drew, so that only the second token's
-    noise remains: about 0.01 for either, less for their difference.
-    """
-    positions = max(len(p.ids) for p in prompts) + 2
-    distances: dict[int, list[float]] = {0: [], 1: []}
-    with progress(2 * SAMPLES * len(prompts), "sampling", "draws") as advance:
-        for way, found in distances.items():
-            steps = way * served.sampled_steps
-            with served.open(_SAMPLES_AT_ONCE, positions, steps) as engine:
-                for number, prompt in enumerate(prompts):
-                    seeds = range((2 * number + way) * SAMPLES, (2 * number + way + 1) * SAMPLES)
-                    requests = [served.engine.Request(str(s), prompt.ids, 2, temperature, s, True) for s in seeds]
-                    answers = engine.generate(
-                        requests, concurrency=_SAMPLES_AT_ONCE, draft_steps=steps, on_answer=lambda _: advance(1)
-                    )
-                    exact = exact_second(served.target, prompt.ids, Counter(a.ids[0] for a in answers), temperature)
-                    found.append(total_variation(Counter(a.ids[1] for a in answers), exact))
-    return SamplingFidelity(
-        prompts=len(prompts),
-        draws=SAMPLES,
-        temperature=temperature,
-        distance=sum(distances[1]) / len(prompts),
-        distance_plain=sum(distances[0]) / len(prompts),
-    )
-
-
-def serve_both_ways(
-    served: Served, prompts: Sequence[Prompt], params: Params
-) -> tuple[list[Any], list[Any], dict[str, list[Tensor]]]:
-    """Plain answers, drafted answers, and the states fed to the draft for the first serve.parity_rows prompts."""
-    told = params.serve
-    requests = as_requests(served.engine, prompts, told.max_new_tokens)
-    positions = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    watched = {p.prompt_id for p in prompts[: told.parity_rows]}
-    fed: dict[str, list[Tensor]] = defaultdict(list)
-
-    def observe(prompt_id: str, first: int, aux: Tensor) -> None:
-        fed[prompt_id].append(aux)
-
-    found = []
-    for label, steps, look in (("serve plain", 0, None), ("serve drafted", told.draft_steps, observe)):
-        with (
-            served.open(told.concurrency, positions, steps) as engine,
-            progress(len(requests), label, "answers") as advance,
-        ):
-            found.append(
-                engine.generate(
-                    requests,
-                    concurrency=told.concurrency,
-                    draft_steps=steps,
-                    observe=look,
-                    watch=watched,
-                    on_answer=lambda _, advance=advance: advance(1),
-                )
-            )
-    return found[0], found[1], fed
-
-
 def validate(params: Params, record: DraftRecord, prepared: PreparedManifest) -> ServeEvidence:
     """Serve, compare, count."""
     told, served = params.serve, open_served(params, record)
     prompts = held_out_prompts(prepared, told.prompts_per_source)
-    plain, drafted, fed = serve_both_ways(served, prompts, params)
-    parity, words = check_parity(served, prompts, drafted, fed, record)
+    both = serve_both_ways(served, prompts, params)
+    drafted = both.drafted
+    parity, words = check_parity(served, prompts, drafted, both.fed, record)
     budgets = [r.max_new_tokens for r in as_requests(served.engine, prompts, told.max_new_tokens)]
     as_stored = [i for i, p in enumerate(prompts) if drafted[i].ids == p.answer[: budgets[i]]]
     replayed = simulate(served, [(prompts[i], budgets[i]) for i in as_stored], told.draft_steps)
@@ -295,6 +166,9 @@ def validate(params: Params, record: DraftRecord, prepared: PreparedManifest) ->
     if told.sampling_prompts:
         shortest = sorted(prompts, key=lambda p: (len(p.ids), p.prompt_id))[: told.sampling_prompts]
         sampling = check_sampling(served, shortest, told.sampling_temperature)
+    greedy = [
+        compare_greedy(served.target, [p], [a], [b]) for p, a, b in zip(prompts, both.plain, drafted, strict=True)
+    ]
     return ServeEvidence(
         draft_digest=record.digest(),
         engine=served.engine.NAME,
@@ -303,25 +177,33 @@ def validate(params: Params, record: DraftRecord, prepared: PreparedManifest) ->
         max_new_tokens=told.max_new_tokens,
         parity=parity,
         parity_words=words,
-        greedy=compare_greedy(served.target, prompts, plain, drafted),
+        greedy=sum_up(greedy),
+        greedy_by_domain={
+            d: sum_up([g for g, of in zip(greedy, domains, strict=True) if of == d]) for d in sorted(set(domains))
+        },
+        stops=both.stops,
         sampling=sampling,
         served=accept_length(counted, told.draft_steps),
         served_by_domain=by_domain(counted, domains, told.draft_steps),
+        served_by_length=by_length(counted, [len(p.ids) for p in prompts], told.draft_steps),
         simulated=accept_length(replayed, told.draft_steps),
         simulated_by_domain=by_domain(replayed, [domains[i] for i in as_stored], told.draft_steps),
-        requests=tuple(
-            RequestRecord(
-                prompt_id=p.prompt_id,
-                source=p.source,
-                domain=p.domain,
-                prompt_tokens=len(p.ids),
-                tokens=counted[i].tokens,
-                verifications=counted[i].verifications,
-                accepted=counted[i].accepted,
-                simulated_verifications=simulated[i].verifications if i in simulated else None,
-            )
-            for i, p in enumerate(prompts)
-        ),
+        requests=tuple(record_of(p, counted[i], simulated.get(i)) for i, p in enumerate(prompts)),
+    )
+
+
+def record_of(prompt: Prompt, served: Counted, simulated: Counted | None) -> RequestRecord:
+    """One request, as served and as simulated."""
+    return RequestRecord(
+        prompt_id=prompt.prompt_id,
+        source=prompt.source,
+        domain=prompt.domain,
+        prompt_tokens=len(prompt.ids),
+        tokens=served.tokens,
+        verifications=served.verifications,
+        accepted=served.accepted,
+        simulated_verifications=simulated.verifications if simulated else None,
+        simulated_accepted=simulated.accepted if simulated else None,
     )
 
 

@@ -253,6 +253,8 @@ def write_params(root: Path, target_folder: Path, changes: dict[str, dict[str, A
         "head_dim": tiny.HEAD_DIM,
         "intermediate_size": tiny.INTER,
         "head": "frozen",
+        "loss": "kl",
+        "products": "float32",
         "evaluate_every": 6,
         "checkpoint_every": 6,
     }

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages import benchmark, extract, merge, serve_validate, train
-from stages.contracts.errors import Refusal
+from stages import _bench, benchmark, extract, merge, serve_validate, train
+from stages._bench_here import BenchHere
+from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
+from stages.contracts.errors import EngineError, Refusal
 from stages.contracts.evidence import (
     BENCHMARK_EVIDENCE,
     POLICY,
@@ -77,38 +79,54 @@ def test_every_arm_is_measured_at_every_concurrency_and_the_policy_written_is_th
     for arm in evidence.arms:
         assert len(arm.tokens_per_s) == 3 and min(arm.tokens_per_s) > 0
         assert 0 < arm.first_token_p50_ms <= arm.latency_p50_ms <= arm.latency_p95_ms
+        assert arm.latencies is not None and arm.latencies.first_token_ms.p50 == arm.first_token_p50_ms
+        assert 0 < arm.latencies.per_token_ms.p50 <= arm.latencies.per_token_ms.p90 <= arm.latencies.per_token_ms.p99
         assert 1 <= arm.accept_length <= arm.draft_steps + 1 + 1e-9 or arm.accept_length <= 6 / 2
     by_policy = {r.concurrency: r for r in evidence.ratios if r.arm == "policy"}
     assert {c: r.draft_steps for c, r in by_policy.items()} == {c: policy.steps_for(c) for c in CONCURRENCIES}
     assert {round(r.confidence, 6) for r in by_policy.values()} == {round(1 - 0.05 / len(CONCURRENCIES), 6)}
     for r in evidence.ratios:
         assert 0 < r.low <= r.ratio <= r.high
-    assert 0.3 < evidence.off_cost_ratio < 3
+    assert evidence.off_cost_ratio is not None and 0.3 < evidence.off_cost_ratio < 3
+    assert [(f.arm, f.draft_steps) for f in evidence.first_requests] == [
+        ("plain", 0),
+        ("speculative", 1),
+        ("speculative", 2),
+    ]
+    assert all(0 < f.cold_first_token_ms <= f.cold_whole_ms and f.warm_whole_ms > 0 for f in evidence.first_requests)
+    assert evidence.conditions is not None and evidence.conditions.engines == "in this process"
+    assert (evidence.open_loop, evidence.conditions.policy_served_by) == ((), "one engine")
     assert set(evidence.accept_length_by_domain) == {"agentic", "coding", "general"}
     assert evidence.out_of_distribution is not None and evidence.out_of_distribution.requests == 4
     assert "cpu" in evidence.device and "threads" in evidence.device
 
 
+def opened() -> tuple[BenchHere, _bench.Load]:
+    params = benchmark.load_params()
+    prompts = benchmark.held_out_prompts(benchmark.PreparedManifest.read(benchmark.PREPARED_MANIFEST))
+    with benchmark.open_bench(params, DraftRecord.read(DRAFT / DRAFT_RECORD), prompts) as bench:
+        assert isinstance(bench, BenchHere)
+        return bench, _bench.timed_load(params.benchmark, prompts)
+
+
 def test_the_draft_is_left_alone_while_off_is_timed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain arms and the off engine run with the draft loaded: it must not be called."""
-    params, calls, off = benchmark.load_params(), [0], []
+    calls = [0]
     feed = DraftDecoder.feed
     monkeypatch.setattr(DraftDecoder, "feed", lambda *a: (calls.__setitem__(0, calls[0] + 1), feed(*a))[1])
-    prepared = benchmark.PreparedManifest.read(benchmark.PREPARED_MANIFEST)
-    bench = benchmark.Bench(params, benchmark.held_out_prompts(prepared), [])
+    bench, load = opened()
     assert bench.loaded._aux is None
-    off += benchmark.off_cost(bench, steps=2)
+    assert _bench.off_cost(bench, load, steps=2) is not None
     assert calls == [0]
     assert bench.loaded._aux is not None, "off must be timed as the policy serves it: the states kept for smaller loads"
     assert bench.loaded.draft is not None and bench.never_on.draft is None
-    bench.trial(bench.loaded, 2, 1, 6)
+    _bench.trial(bench, _bench.Way("speculative", 1, 1), load.at(2), 2, 6)
     assert calls[0] > 0
 
 
 def test_repeats_are_whole_rounds_of_the_concurrency(here: Path) -> None:
-    prepared = benchmark.PreparedManifest.read(benchmark.PREPARED_MANIFEST)
-    bench = benchmark.Bench(benchmark.load_params(), benchmark.held_out_prompts(prepared), [])
-    assert [len(bench.prompts_at(c)) for c in (1, 2, 4, 8, 3)] == [2, 2, 4, 8, 3]
+    _, load = opened()
+    assert [len(load.at(c)) for c in (1, 2, 4, 8, 3)] == [2, 2, 4, 8, 3]
 
 
 def test_a_draft_that_was_not_validated_is_not_timed(here: Path) -> None:
@@ -131,7 +149,15 @@ def test_weights_that_are_not_the_records_are_not_timed(here: Path) -> None:
 
 
 def test_without_out_of_distribution_prompts_there_is_no_figure(here: Path) -> None:
-    params = benchmark.load_params()
-    prepared = benchmark.PreparedManifest.read(benchmark.PREPARED_MANIFEST)
-    bench = benchmark.Bench(params, benchmark.held_out_prompts(prepared), [])
-    assert benchmark.accept_lengths(bench, [], 2, "none") == (None, {})
+    bench, _ = opened()
+    assert _bench.accept_lengths(bench, [], 2, 6, "none") == (None, {})
+
+
+def test_answers_of_another_length_are_not_timed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arms that answer less do less: here the engine stops at end of turn though it was told not to."""
+    bench, load = opened()
+    short = bench.serve(_bench.PLAIN, [bench.request(p, 5, True) for p in load.at(1)], concurrency=1)
+    monkeypatch.setattr(bench, "serve", lambda *what, **how: short)
+    with pytest.raises(EngineError, match="arms do unequal work") as error:
+        _bench.trial(bench, _bench.PLAIN, load.at(1), 1, 6)
+    assert "6 tokens each" in error.value.expected and error.value.got == "5, 5"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages import extract, merge, serve_validate, train
+from stages import _serve_both_ways, _serve_sampling, extract, merge, serve_validate, train
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, EngineError, Refusal
 from stages.contracts.evidence import SERVE_EVIDENCE, ServeEvidence
@@ -45,7 +45,7 @@ def here(trained_line: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """A copy of the line, as the current folder; few draws."""
     shutil.copytree(trained_line, tmp_path / "line")
     monkeypatch.chdir(tmp_path / "line")
-    monkeypatch.setattr(serve_validate, "SAMPLES", 128)
+    monkeypatch.setattr(_serve_sampling, "SAMPLES", 128)
     set_params()
     threads = torch.get_num_threads()
     yield Path()
@@ -82,6 +82,14 @@ def test_a_sound_draft_is_fed_its_points_stays_lossless_and_takes_as_many_verifi
     compared = [r for r in evidence.requests if r.simulated_verifications is not None]
     assert len(compared) == len(evidence.requests)
     assert [r.simulated_verifications for r in compared] == [r.verifications for r in compared]
+    assert [sorted(r.simulated_accepted or ()) for r in compared] == [sorted(r.accepted) for r in compared]
+    by_length = evidence.served_by_length
+    assert sum(a.requests for a in by_length.values()) == len(evidence.requests)
+    assert sum(a.verifications for a in by_length.values()) == evidence.served.verifications
+    assert sum(g.requests for g in evidence.greedy_by_domain.values()) == evidence.greedy.requests
+    (stops,) = evidence.stops
+    assert (stops.condition, stops.differing_prompt_ids) == ("token", ()) and stops.inside_a_draft > 0
+    assert stops.plain_right == stops.drafted_right == stops.requests > 4
     assert evidence.simulated == evidence.served and evidence.simulated_by_domain == evidence.served_by_domain
     assert set(evidence.served_by_domain) == {"agentic", "coding", "general"}
     for r in evidence.requests:
@@ -128,10 +136,10 @@ def test_one_request_fed_other_states_speaks_for_its_slots(here: Path, monkeypat
     honest = serve_validate.serve_both_ways
 
     def one_swapped(*what):  # type: ignore[no-untyped-def]
-        plain, drafted, fed = honest(*what)
-        name = sorted(fed)[0]
-        fed[name] = [torch.cat([*aux.chunk(3, -1)][::-1], -1) for aux in fed[name]]
-        return plain, drafted, fed
+        both = honest(*what)
+        name = sorted(both.fed)[0]
+        both.fed[name] = [torch.cat([*aux.chunk(3, -1)][::-1], -1) for aux in both.fed[name]]
+        return both
 
     monkeypatch.setattr(serve_validate, "serve_both_ways", one_swapped)
     evidence = served()
@@ -217,20 +225,20 @@ def test_only_a_parting_at_equal_logits_is_a_near_tie(here: Path, monkeypatch: p
     prompt = tuple(range(5, 15))
     logits = target.logits(target.packed(torch.tensor(prompt), [len(prompt)]).last[-1])
     one, other = logits.topk(2).indices.tolist()
-    assert not serve_validate.near_tie(target, prompt, [one, 5], [other, 5])
-    assert not serve_validate.near_tie(target, prompt, [one], [one, 5])  # one answer goes on: no parting of choices
+    assert not _serve_both_ways.near_tie(target, prompt, [one, 5], [other, 5])
+    assert not _serve_both_ways.near_tie(target, prompt, [one], [one, 5])  # one answer goes on: no parting of choices
     monkeypatch.setattr(target, "head_weight", target.head_weight)
     target.head.weight = target.head.weight.clone()
     target.head.weight[other] = target.head.weight[one]
-    assert serve_validate.near_tie(target, prompt, [one, 5], [other, 5])
+    assert _serve_both_ways.near_tie(target, prompt, [one, 5], [other, 5])
 
 
 def test_total_variation_counts_likely_tokens_apart_and_the_rest_as_one() -> None:
     exact = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.06, 0.04])
-    assert serve_validate.total_variation(Counter({0: 40, 1: 30, 2: 10, 3: 10, 5: 10}), exact) == pytest.approx(
+    assert _serve_sampling.total_variation(Counter({0: 40, 1: 30, 2: 10, 3: 10, 5: 10}), exact) == pytest.approx(
         0, abs=1e-6
     )
-    assert serve_validate.total_variation(Counter({0: 50, 1: 20, 2: 10, 3: 10, 5: 10}), exact) == pytest.approx(0.1)
+    assert _serve_sampling.total_variation(Counter({0: 50, 1: 20, 2: 10, 3: 10, 5: 10}), exact) == pytest.approx(0.1)
 
 
 def test_the_exact_second_token_is_the_average_over_first_tokens(here: Path) -> None:
@@ -241,4 +249,4 @@ def test_the_exact_second_token_is_the_average_over_first_tokens(here: Path) -> 
         ids = torch.tensor([*prompt, token])
         last = target.packed(ids, [len(ids)]).last[-1]
         expected += count / 4 * torch.softmax(target.logits(last).double() / 0.7, -1)
-    torch.testing.assert_close(serve_validate.exact_second(target, prompt, first, 0.7), expected, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(_serve_sampling.exact_second(target, prompt, first, 0.7), expected, rtol=1e-4, atol=1e-7)

@@ -17,6 +17,7 @@ import numpy as np
 from stages.contracts.evidence import AcceptLength
 
 _RESAMPLES = 1000
+_SHORTEST = 32  # prompt tokens of the first bucket
 _INTERVAL = (2.5, 97.5)  # percentiles
 
 
@@ -80,6 +81,22 @@ def gain(
     low, high = np.percentile(new - old, _INTERVAL)
     here = _ratio(*map(float, b.sum(axis=0))) - _ratio(*map(float, a.sum(axis=0)))
     return here, float(low), float(high)
+
+
+def by_length(
+    answers: Sequence[Answer], prompt_tokens: Sequence[int], draft_steps: int, seed: int = 0
+) -> dict[str, AcceptLength]:
+    """Accept length by prompt tokens, in buckets that double: "1-32", "33-64", "65-128", …, those there are.
+
+    A draft that reaches less far than the target, or positions that a long prompt scales otherwise, show here and in no mean.
+    """
+    upper = [max(_SHORTEST, 1 << (n - 1).bit_length()) for n in prompt_tokens]
+    return {
+        f"{1 if top == _SHORTEST else top // 2 + 1}-{top}": accept_length(
+            [a for a, u in zip(answers, upper, strict=True) if u == top], draft_steps, seed
+        )
+        for top in sorted(set(upper))
+    }
 
 
 def _ratio(tokens: float, verifications: float) -> float:

@@ -9,7 +9,7 @@ from stages.contracts.errors import ParamsError
 from stages.contracts.points import check_points
 
 if TYPE_CHECKING:
-    from stages.contracts.params import Capture, Target
+    from stages.contracts.params import Benchmark, Capture, Serve, Target
 
 
 def between_sections(sections: Mapping[str, Any]) -> list[str]:
@@ -22,10 +22,8 @@ def between_sections(sections: Mapping[str, Any]) -> list[str]:
         faults += _points(capture, target)
     if target and merge and merge.draft_vocab_size > target.vocab_size:
         faults.append(f"merge.draft_vocab_size {merge.draft_vocab_size} exceeds target.vocab_size {target.vocab_size}")
-    if target and serve and (serve.engine, target.device) == ("sglang", "cpu") and serve.sampling_prompts:
-        faults.append(
-            f"serve.sampling_prompts {serve.sampling_prompts}: SGLang verifies greedily on a CPU whatever the temperature; it must be 0"
-        )
+    if serve:
+        faults += _serving(serve, target, sections.get("benchmark"))
     if train and train.heads % train.kv_heads:
         faults.append(f"train.heads {train.heads} is not a multiple of train.kv_heads {train.kv_heads}")
     if train and train.head_dim % 2:
@@ -49,3 +47,27 @@ def _points(capture: Capture, target: Target) -> list[str]:
     except ParamsError as error:
         return [f"capture.points {error.got}; expected {error.expected}; {error.do}"]
     return []
+
+
+def _serving(serve: Serve, target: Target | None, benchmark: Benchmark | None) -> list[str]:
+    faults: list[str] = []
+    if target and (serve.engine, target.device) == ("sglang", "cpu") and serve.sampling_prompts:
+        faults.append(
+            f"serve.sampling_prompts {serve.sampling_prompts}: SGLang verifies greedily on a CPU whatever the temperature; it must be 0"
+        )
+    if benchmark is None:
+        return faults
+    if serve.engine == "in_process" and benchmark.arrival_rates:
+        faults.append(
+            f"benchmark.arrival_rates {list(benchmark.arrival_rates)}: the engine in this process takes all requests at once; arrivals "
+            "need serve.engine sglang, or []"
+        )
+    if serve.engine == "sglang" and serve.draft_steps not in benchmark.draft_steps:
+        faults.append(
+            f"benchmark.draft_steps {list(benchmark.draft_steps)} lacks serve.draft_steps {serve.draft_steps}, the length that was validated"
+        )
+    if serve.engine == "sglang" and serve.sglang.url and len(benchmark.draft_steps) > 1:
+        faults.append(
+            f"benchmark.draft_steps {list(benchmark.draft_steps)}: a server that runs already drafts one number of tokens, {serve.draft_steps}"
+        )
+    return faults

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from stages.contracts.files import Fact
+from stages.contracts.loads import Conditions, FirstRequest, Latencies, OpenLoop
 from stages.contracts.policy import POLICY as POLICY
 from stages.contracts.policy import PolicyLevel as PolicyLevel
 from stages.contracts.policy import ServingPolicy as ServingPolicy
@@ -93,6 +94,23 @@ class RequestRecord(Fact):
     verifications: int
     accepted: tuple[int, ...]
     simulated_verifications: int | None
+    simulated_accepted: tuple[int, ...] | None = None
+
+
+class StoppedAnswers(Fact):
+    """Greedy answers with a stop condition set where speculation has most to get wrong: behind tokens it accepts at once.
+
+    Each was asked plainly and with the draft, and must end where the answer without a condition has it first: `plain_right` and
+    `drafted_right` count those that do; the drafted ones must be counted right too: what a verification accepted behind the end is
+    no part of the answer. `inside_a_draft`: stops on a drafted token that the verification went beyond.
+    """
+
+    condition: Literal["token", "string"]
+    requests: int
+    plain_right: int
+    drafted_right: int
+    inside_a_draft: int
+    differing_prompt_ids: tuple[str, ...]
 
 
 class ServeEvidence(Fact):
@@ -113,6 +131,9 @@ class ServeEvidence(Fact):
     simulated: AcceptLength
     simulated_by_domain: dict[str, AcceptLength]
     requests: tuple[RequestRecord, ...]
+    served_by_length: dict[str, AcceptLength] = Field(default_factory=dict)  # by prompt tokens, as "65-128"
+    greedy_by_domain: dict[str, Losslessness] = Field(default_factory=dict)
+    stops: tuple[StoppedAnswers, ...] = ()
 
 
 class Arm(Fact):
@@ -126,6 +147,7 @@ class Arm(Fact):
     latency_p95_ms: float
     first_token_p50_ms: float
     accept_length: float
+    latencies: Latencies | None = None
 
 
 class Ratio(Fact):
@@ -152,10 +174,13 @@ class BenchmarkEvidence(Fact):
     repeats: int
     arms: tuple[Arm, ...]
     ratios: tuple[Ratio, ...]
-    off_cost_ratio: float
-    off_cost_low: float
-    off_cost_high: float
+    off_cost_ratio: float | None  # None where "off" is an engine that never had a draft
+    off_cost_low: float | None
+    off_cost_high: float | None
     accept_length_by_domain: dict[str, AcceptLength]
     out_of_distribution: AcceptLength | None
     speculation_off_above: int | None
     policy_digest: str
+    open_loop: tuple[OpenLoop, ...] = ()
+    first_requests: tuple[FirstRequest, ...] = ()
+    conditions: Conditions | None = None

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stages.drafts._products import Linear
+
 
 @dataclass(frozen=True)
 class Eagle3Config:
@@ -75,12 +77,12 @@ class Attention(nn.Module):
     def __init__(self, c: Eagle3Config) -> None:
         super().__init__()
         self.head_dim = c.head_dim
-        self.q_proj = nn.Linear(2 * c.hidden_size, c.heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * c.hidden_size, c.kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * c.hidden_size, c.kv_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_proj = Linear(2 * c.hidden_size, c.heads * c.head_dim)
+        self.k_proj = Linear(2 * c.hidden_size, c.kv_heads * c.head_dim)
+        self.v_proj = Linear(2 * c.hidden_size, c.kv_heads * c.head_dim)
+        self.o_proj = Linear(c.heads * c.head_dim, c.hidden_size)
 
-    def heads(self, projection: nn.Linear, x: Tensor) -> Tensor:
+    def heads(self, projection: Linear, x: Tensor) -> Tensor:
         """[N, heads of the projection, D]."""
         return projection(x).view(x.shape[0], -1, self.head_dim)
 
@@ -88,9 +90,9 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, c: Eagle3Config) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -114,10 +116,10 @@ class Eagle3(nn.Module):
     def __init__(self, config: Eagle3Config, embedding: Tensor) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(3 * config.hidden_size, config.hidden_size)
         self.midlayer = Midlayer(config)
         self.norm = Norm(config.hidden_size, config.eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.draft_vocab_size)
         self.register_buffer("embedding", embedding, persistent=False)
 
     def fuse(self, aux: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from stages.drafts._loss import Teacher
+from stages.drafts._loss import Loss, Teacher
 from stages.drafts._module import Eagle3, Eagle3Config
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ def start_draft(
     intermediate_size: int,
     seed: int,
     head: Literal["trained", "frozen"] = "trained",
+    loss: Loss = "kl",
+    products: Literal["auto", "float32", "bfloat16"] = "float32",
 ) -> tuple[Eagle3, Teacher]:
     """The draft as training starts from it, and the target's head to learn from; both float32 on the target's device.
 
@@ -35,6 +37,8 @@ def start_draft(
         target_ids: target id of every draft id, ascending, i64.
         head: "frozen" leaves lm_head as the target's own rows, so that neither its gradient nor its optimizer state is
             computed: less work a step, for a little accept length (served on the default rows: 1.692, trained 1.727).
+        loss: what training lowers; _loss.py has the formulae.
+        products: dtype of training's matrix products; weights, sums and optimizer stay float32 either way.
     """
     c = target.config
     config = Eagle3Config(
@@ -52,11 +56,22 @@ def start_draft(
         eos_ids=c.eos_ids,
     )
     ids = target_ids.to(target.device)
-    teacher = Teacher(target.norm.float(), target.head_weight[ids].float(), c.eps, ids, c.vocab_size)
+    rows = target.head_weight[ids].float()
+    low = products_dtype(products, target.device)
+    teacher = Teacher(target.norm.float(), rows, c.eps, ids, c.vocab_size, loss=loss, products=low)
     draft = Eagle3(config, target.embedding.float())
     initialise(draft, target, teacher, seed)
     draft.lm_head.requires_grad_(head == "trained")
     return draft.to(target.device), teacher
+
+
+def products_dtype(told: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:
+    """What `told` means here: auto is bfloat16 where the device multiplies it in hardware (any GPU; a CPU with AMX or
+    AVX512-BF16), float32 elsewhere, for there bfloat16 is slower."""
+    if told == "auto":
+        can = torch.cpu.get_capabilities() if device.type == "cpu" else {"cuda": True}
+        told = "bfloat16" if any(can.get(name) for name in ("avx512_bf16", "amx_bf16", "cuda")) else "float32"
+    return torch.bfloat16 if told == "bfloat16" else torch.float32
 
 
 @torch.no_grad()

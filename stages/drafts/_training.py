@@ -16,14 +16,18 @@ target distribution is needed, H hidden size, D head size.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from stages.drafts._loss import Teacher, soft_label_loss
+from stages.drafts._attention import Seen, attend, divide
+from stages.drafts._loss import Queries, Teacher, head_loss
 from stages.drafts._module import Eagle3, rotary, rotate
+from stages.drafts._products import linear
 
 
 @dataclass(frozen=True)
@@ -101,64 +105,50 @@ def _spans(counts: list[list[int]]) -> Iterator[Span]:
             yield Span(slices[0], tuple(slices[1:]))
 
 
-def attend(
-    q_NHD: Tensor, k_KHD: Tensor, v_KHD: Tensor, chain: Sequence[tuple[Tensor, Tensor]], layout: Layout, step: int
-) -> Tensor:
-    """Heads' outputs [N, heads, D]: each query over its row's pairs up to its root and its own chain.
+def chain_states(draft: Eagle3, batch: PackedBatch, layout: Layout) -> list[Tensor]:
+    """h [N, H] (before `norm`) of every step's queries, in the order of `layout.roots`.
 
-    Args:
-        q_NHD: rotated queries of this step.
-        k_KHD, v_KHD: rotated keys and values of the pairs; fewer heads when grouped.
-        chain: keys and values of steps 1..step at these queries, each [N, kv heads, D].
+    A token is fed at several steps and its embedding is always normed alike, so its half of the projections is made once.
     """
-    N, heads, D = q_NHD.shape
-    kv = k_KHD.shape[1]
-    q = (q_NHD * D**-0.5).view(N, kv, heads // kv, D)
-    own = [torch.einsum("nkgd,nkd->kgn", q, k) for k, _ in chain]
-    outputs = []
-    for span in layout.spans:
-        part = span.queries[step]
-        n, seen = part.stop - part.start, span.keys.stop - span.keys.start
-        if not n:
-            continue
-        grouped = q[part].permute(1, 2, 0, 3).reshape(kv, -1, D)
-        scores = (grouped @ k_KHD[span.keys].permute(1, 2, 0)).view(kv, -1, n, seen)
-        key_position = layout.positions_T[layout.keys_K[span.keys]]
-        hidden = key_position > layout.positions_T[layout.roots[step][part], None]
-        scores = scores.masked_fill(hidden, -torch.inf)
-        scores = torch.cat([scores, *(s[:, :, part, None] for s in own)], dim=-1).softmax(dim=-1)
-        out = (scores[..., :seen].reshape(kv, -1, seen) @ v_KHD[span.keys].transpose(0, 1)).view(kv, -1, n, D)
-        for i, (_, v) in enumerate(chain):
-            out = out + scores[..., seen + i, None] * v[part].transpose(0, 1)[:, None]
-        outputs.append(out.permute(2, 0, 1, 3).reshape(n, heads, D))
-    return torch.cat(outputs)
+    attention, c, norm = draft.midlayer.self_attn, draft.config, draft.midlayer.hidden_norm
+    D, kv, groups = c.head_dim, c.kv_heads * c.head_dim, (c.heads, c.kv_heads, c.kv_heads)
+    halves = [p.weight.split(c.hidden_size, dim=1) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    of_token, of_state = (torch.cat(half) for half in zip(*halves, strict=True))
+    keys, roots = layout.keys_K, [r for r in layout.roots if len(r)]
+    fed = [r + 1 + i for i, r in enumerate(roots)]  # flat index of the token that each query is fed
+    queried, known = torch.unique(torch.cat(fed)), torch.unique(torch.cat([keys + 1, *fed]))
+    embedded = draft.midlayer.input_layernorm(F.embedding(batch.input_ids[known], draft.embedding))
+    token_q = linear(embedded.index_select(0, torch.searchsorted(known, queried)), of_token[: -2 * kv])
+    token_kv = linear(embedded, of_token[-2 * kv :])
 
+    def from_token(at: Tensor) -> Tensor:
+        q, rest = token_q.index_select(0, torch.searchsorted(queried, at)), torch.searchsorted(known, at)
+        return torch.cat([q, token_kv.index_select(0, rest)], dim=-1)
 
-def chain_states(draft: Eagle3, batch: PackedBatch, layout: Layout) -> Iterator[Tensor]:
-    """Yield h [N, H] (before `norm`) of every step's queries, in the order of `layout.roots`."""
-    attention, c = draft.midlayer.self_attn, draft.config
-    keys = layout.keys_K
+    def seen(step: int) -> Seen:
+        rows = [(span.keys, span.queries[step]) for span in layout.spans]
+        return divide(rows, layout.positions_T[layout.roots[step]] + 1, c.heads)
+
     position_K = layout.positions_T[keys]
-    g_KH = draft.fuse(batch.aux[keys])
-    x = draft.block_input(batch.input_ids[keys + 1], g_KH)
-    k_KHD = rotate(attention.heads(attention.k_proj, x), rotary(c, position_K, x))
-    v_KHD = attention.heads(attention.v_proj, x)
-    at = torch.searchsorted(keys, layout.roots[0])
-    q = rotate(attention.heads(attention.q_proj, x[at]), rotary(c, position_K[at], x))
-    h = draft.block_output(g_KH[at], attend(q, k_KHD, v_KHD, [], layout, 0))
-    yield h
+    g_KH = draft.fuse(batch.aux[keys]).to(batch.aux.dtype)  # the residual stays exact where products are not
+    normed = norm(g_KH)
+    kv_K = token_kv.index_select(0, torch.searchsorted(known, keys + 1)) + linear(normed, of_state[-2 * kv :])
+    k, v = kv_K.view(len(keys), 2 * c.kv_heads, D).split(c.kv_heads, dim=1)
+    k_KHD, v_KHD = rotate(k, rotary(c, position_K, k)), v
+    at = torch.searchsorted(keys, roots[0])
+    q = token_q.index_select(0, torch.searchsorted(queried, fed[0]))
+    q = (q + linear(normed.index_select(0, at), of_state[: -2 * kv])).view(len(at), -1, D)
+    q = rotate(q, rotary(c, position_K[at], q))
+    found = [draft.block_output(g_KH.index_select(0, at), attend(q, k_KHD, v_KHD, [], seen(0)))]
     chain: list[tuple[Tensor, Tensor]] = []
-    for step, keep in enumerate(layout.keep, start=1):
-        roots = layout.roots[step]
-        if not len(roots):
-            return
-        h = h[keep]
-        x = draft.block_input(batch.input_ids[roots + 1 + step], h)
-        table = rotary(c, layout.positions_T[roots] + step, x)
-        q, k = (rotate(attention.heads(p, x), table) for p in (attention.q_proj, attention.k_proj))
-        chain = [(a[keep], b[keep]) for a, b in chain] + [(k, attention.heads(attention.v_proj, x))]
-        h = draft.block_output(h, attend(q, k_KHD, v_KHD, chain, layout, step))
-        yield h
+    for step, keep in enumerate(layout.keep[: len(roots) - 1], start=1):
+        h = found[-1].index_select(0, keep)
+        qkv = from_token(fed[step]) + linear(norm(h), of_state)
+        q, k, v = qkv.view(len(h), -1, D).split(groups, dim=1)
+        table = rotary(c, layout.positions_T[roots[step]] + step, q)
+        chain = [(a.index_select(0, keep), b.index_select(0, keep)) for a, b in chain] + [(rotate(k, table), v)]
+        found.append(draft.block_output(h, attend(rotate(q, table), k_KHD, v_KHD, chain, seen(step))))
+    return found
 
 
 @dataclass(frozen=True)
@@ -166,9 +156,10 @@ class Ahead:
     """What the draft made of a batch.
 
     Args:
-        loss: KL in nats, step weights normalised, mean over the batch's roots; differentiable in training.
+        loss: in nats, step weights normalised, mean over the batch's roots; differentiable in training.
         roots: flat index of every root [N].
-        drafted: target ids drafted at every step, [N, steps]; -1 where the row's supervised run ends before.
+        drafted: target ids drafted at every step, [N, steps]; -1 where the row's supervised run ends before, and, while
+            a gradient is taken, where another id than the row's own was the best.
         hits: drafted tokens equal to the row's own, by step.
         tried: roots alive, by step.
     """
@@ -200,17 +191,27 @@ def look_ahead(
         return Ahead(draft.fc.weight.sum() * 0, roots, drafted, (0,) * steps, (0,) * steps)
     weights = torch.tensor([decay**i for i in range(steps)], dtype=torch.float64)
     weights = (weights / weights.sum() / (roots_in_all or len(roots))).tolist()
-    needed = torch.unique(torch.cat([r + 1 + i for i, r in enumerate(layout.roots)]))
-    target_SD, entropy_S = teacher.distributions(batch.last[needed])
-    loss, alive = batch.last.new_zeros(()), torch.arange(len(roots), device=roots.device)
-    hits, tried = [0] * steps, [0] * steps
-    for i, h in enumerate(chain_states(draft, batch, layout)):
-        alive = alive if i == 0 else alive[layout.keep[i - 1]]
-        own = batch.input_ids[layout.roots[i] + 2 + i]
-        scale = (teacher.draft_id[own] >= 0).to(h.dtype) * weights[i]
-        at = torch.searchsorted(needed, layout.roots[i] + 1 + i)
-        step_loss, _, best = soft_label_loss(draft.norm(h), draft.lm_head.weight, target_SD, entropy_S, at, scale)
-        loss = loss + step_loss
-        drafted[alive, i] = teacher.target_ids[best]
-        hits[i], tried[i] = int((drafted[alive, i] == own).sum()), len(own)
-    return Ahead(loss, roots, drafted, tuple(hits), tuple(tried))
+    low = teacher.products if torch.is_grad_enabled() else None
+    with torch.autocast(
+        roots.device.type, dtype=low or torch.bfloat16, enabled=low not in (None, draft.fc.weight.dtype)
+    ):
+        states = chain_states(draft, batch, layout)
+    alive = layout.roots[: len(states)]
+    predicted = torch.cat([r + 1 + i for i, r in enumerate(alive)])
+    needed = torch.unique(predicted)
+    own = batch.input_ids[predicted + 1]
+    sizes = [len(r) for r in alive]
+    edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    slices = tuple(slice(a, b) for a, b in itertools.pairwise(edges))
+    label = teacher.draft_id[own]
+    scale = torch.cat([batch.last.new_full((n,), w) for n, w in zip(sizes, weights, strict=False)]) * (label >= 0)
+    asked = Queries(slices, torch.searchsorted(needed, predicted), label, scale)
+    x, last = draft.norm(torch.cat(states)), batch.last[needed]
+    loss, _, best = head_loss(x, draft.lm_head.weight, last, teacher, asked, low)
+    ids = torch.where(best < 0, -1, teacher.target_ids[best])
+    hits, index = [0] * steps, torch.arange(len(roots), device=roots.device)
+    for i, part in enumerate(slices):
+        index = index if i == 0 else index[layout.keep[i - 1]]
+        drafted[index, i] = ids[part]
+        hits[i] = int((ids[part] == own[part]).sum())
+    return Ahead(loss, roots, drafted, tuple(hits), tuple(sizes + [0] * (steps - len(sizes))))

@@ -11,7 +11,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to answer. Temperature 0 is greedy; above it tokens are drawn from the whole distribution, by `seed`."""
+    """A prompt to answer. Temperature 0 is greedy; above it tokens are drawn from the whole distribution, by `seed`.
+
+    An answer ends behind the first of `stop_ids`, or, in an engine that knows text, where a string of `stop` is complete.
+    """
 
     prompt_id: str
     prompt_ids: tuple[int, ...]
@@ -19,6 +22,8 @@ class Request:
     temperature: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class Answer:
 
     `ids` ends with the end-of-turn token when `finish` is "stop". `accepted` has an entry for each forward pass of the
     target after the prompt's: the drafted tokens it kept in the answer (0 for a plain step). Times count from the moment
-    the request got a slot.
+    the request got a slot, from a server from the moment it was sent or was due. `text` (a stop string cut off), cached prompt
+    tokens and how late a request was sent are a server's.
     """
 
     prompt_id: str
@@ -36,6 +42,9 @@ class Answer:
     accepted: tuple[int, ...]
     first_token_ms: float
     latency_ms: float
+    text: str = ""
+    cached_tokens: int = 0
+    late_ms: float = 0.0
 
 
 @dataclass
@@ -69,7 +78,7 @@ class Running:
         """Append tokens up to the end of turn or the answer's budget; return how many were taken."""
         for taken, token in enumerate(emitted, start=1):
             self.tokens.append(token)
-            if token in self.eos_ids and not self.request.ignore_eos:
+            if token in self.request.stop_ids or (token in self.eos_ids and not self.request.ignore_eos):
                 self.finish = "stop"
                 return taken
             if self.answered == self.request.max_new_tokens:

@@ -147,3 +147,21 @@ def _same(asked: Any, got: Any) -> bool:
 def differing(one: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Which of `names` two servers report differently; answers with and without a draft are compared under equal settings."""
     return [f"{n}: {one.get(n)!r} and {other.get(n)!r}" for n in names if one.get(n) != other.get(n)]
+
+
+# What differs between any two servers, and says nothing of how they serve.
+_OF_THE_PROCESS = {
+    "host", "port", "nccl_port", "random_seed", "launch_command", "startup_time", "internal_states", "status", "base_gpu_id",
+    "max_total_num_tokens", "max_req_input_len",
+}  # fmt: skip
+
+
+def differing_at_all(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[list[str], int]:
+    """Settings that two servers report differently, speculation's own apart, and how many they report alike.
+
+    Left out is what names the process, and the room for tokens that the server worked out: a draft takes some of it, which is a
+    cost of its own. Greedy answers do not hang on the random seed.
+    """
+    names = {n for n in {*one, *other} - _OF_THE_PROCESS if not n.lstrip("_").startswith("speculative_")}
+    faults = [f"{n}: {one.get(n)!r} and {other.get(n)!r}" for n in sorted(names) if one.get(n) != other.get(n)]
+    return faults, len(names) - len(faults)

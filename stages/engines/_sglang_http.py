@@ -53,6 +53,15 @@ class Client:
         """
         return self._json(path, body)
 
+    def order(self, path: str) -> None:
+        """Ask for something whose answer is only that it was done.
+
+        Raises:
+            EngineError: as `post`.
+        """
+        with self._request(path, {}) as reply:
+            reply.read()
+
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of an answer, each as it comes.
 
@@ -64,10 +73,16 @@ class Client:
                 told = line.decode(errors="replace").strip()
                 if not told.startswith("data:") or told == "data: [DONE]":
                     continue
-                event: dict[str, Any] = json.loads(told.removeprefix("data:"))
+                event = self._event(path, told.removeprefix("data:"))
                 if "error" in event:
                     raise self._refused(path, str(event["error"]))
                 yield event
+
+    def _event(self, path: str, said: str) -> dict[str, Any]:
+        try:
+            return json.loads(said)
+        except ValueError as error:
+            raise self._refused(path, f"an event that is no JSON: {said[:200]}") from error
 
     def _json(self, path: str, body: dict[str, Any] | None) -> Any:
         with self._request(path, body) as reply:

@@ -16,7 +16,7 @@ from stages.engines._sglang_checks import ALGORITHM, DraftFacts
 @dataclass(frozen=True)
 class Launch:
     """A server to be started. `positions`: tokens of the longest request, prompt and answer; `capture_ids`: layer ids, in this
-    engine's own numbering, whose states it is to hand out with no draft at all."""
+    engine's own numbering, whose states it is to hand out with no draft at all; `first_gpu`: of those it takes."""
 
     target: Path
     device: str
@@ -28,6 +28,7 @@ class Launch:
     draft_steps: int = 0
     capture_ids: tuple[int, ...] = ()
     adaptive: Path | None = None  # the serving policy as SGLang's adaptive configuration (contracts/serving.py)
+    first_gpu: int = 0
 
     def fields(self, told: SGLang) -> dict[str, Any]:
         """All settings that are not left to SGLang, by its own field names."""
@@ -54,6 +55,7 @@ class Launch:
             "moe_a2a_backend": told.moe_a2a_backend.removeprefix("none"),
             "kv_cache_dtype": told.kv_cache_dtype.removeprefix("auto"),
             "dist_init_addr": told.rendezvous,
+            "base_gpu_id": self.first_gpu,
             "trust_remote_code": told.trust_remote_code,
             "enable_nccl_nvls": told.nccl_nvls,
             "disable_custom_all_reduce": not told.custom_all_reduce and self.device == "cuda",

@@ -13,7 +13,7 @@ from stages.gates._judge import Expectation, Table, at_most, between, same
 
 _INERT = 1.02  # tokens a verification; SGLang serves a draft without lm_head, HTTP 200, at exactly 1.00
 _CEILING = 0.995  # of the most there can be; every draft accepted is a draft compared with itself, or NaN logits
-_POLICY_COLUMNS = ["load", "ratio", "draft_steps", "draft_steps_by_policy", "words", "off_cost_ratio"]
+_POLICY_COLUMNS = ["load", "ratio", "draft_steps", "draft_steps_by_policy", "words", "off_cost_ratio", "off_words"]
 
 
 def accept(e: Evidence, params: Params) -> Table:
@@ -91,6 +91,36 @@ def _told_apart(ratio: float, high: float, least: float) -> float:
     return ratio if high < 1 else max(ratio, least)
 
 
+def speed_up(e: Evidence, params: Params) -> Table:
+    """Every speculative arm: its speed-up over plain decoding against the tokens that a pass of the target brought it."""
+    import pandas as pd
+
+    tolerance = params.gates.deployment.max_speedup_over_accept_length
+    lengths = {(a.name, a.draft_steps, a.concurrency): a.accept_length for a in e.benchmark.arms}
+    drafted = [r for r in e.benchmark.ratios if r.arm == "speculative"]
+    lines: list[dict[str, Any]] = []
+    for r in drafted:
+        length = lengths.get((r.arm, r.draft_steps, r.concurrency), math.nan)
+        lines.append(
+            {
+                "load": f"concurrency {r.concurrency}, {r.draft_steps} draft steps",
+                "speed_up": r.low,
+                "most": length * tolerance,
+                "words": f"{r.ratio:.3f} × plain ({r.low:.3f} to {r.high:.3f}) at accept length {length:.3f}",
+            }
+        )
+    check = at_most(
+        "speed_up",
+        "most",
+        says="speed-up is not above accept length",
+        why="a pass of the target costs at least what a plain step costs: more than that means that arms did unequal work, or that "
+        "one was served from a cache",
+        do="compare prompts, answer lengths, cached tokens and settings of both arms, then " + BENCHMARK,
+        tell="words",
+    )
+    return Table("speed-up", pd.DataFrame(lines, columns=["load", "speed_up", "most", "words"]), "load", (check,))
+
+
 def policy(e: Evidence, params: Params) -> Table:
     """Every load measured: throughput under the serving policy over plain decoding, and the draft steps it used."""
     import pandas as pd
@@ -106,14 +136,16 @@ def policy(e: Evidence, params: Params) -> Table:
                 "ratio": _told_apart(r.ratio, r.high, least) if r else math.nan,
                 "draft_steps": r.draft_steps if r else -1,
                 "draft_steps_by_policy": e.policy.steps_for(concurrency),
-                "words": f"{r.ratio:.3f} × plain ({r.low:.3f} to {r.high:.3f}), {r.draft_steps} draft steps"
+                "words": f"{r.ratio:.3f} × plain ({r.low:.3f} to {r.high:.3f}), {r.draft_steps} draft steps, on {e.benchmark.device}"
                 if r
                 else "the policy was not measured here",
             }
         )
-    off = e.benchmark
+    off, off_high = e.benchmark.off_cost_ratio, e.benchmark.off_cost_high
+    never_had_one = "off is an engine that never had a draft, as replicas behind a router are"
     for line in lines:
-        line["off_cost_ratio"] = _told_apart(off.off_cost_ratio, off.off_cost_high, least)
+        line["off_cost_ratio"] = _told_apart(off, off_high or off, least) if off is not None else 1.0
+        line["off_words"] = f"{off:.3f} × an engine that never had a draft" if off is not None else never_had_one
     checks = (
         between(
             "ratio",
@@ -136,6 +168,7 @@ def policy(e: Evidence, params: Params) -> Table:
             says="switched off, speculation costs nothing",
             why="an engine that keeps drafting state while off is slower than one that never had a draft",
             do="look for work done for the draft at zero draft steps in the engine",
+            tell="off_words",
         ),
     )
     return Table("policy", pd.DataFrame(lines, columns=_POLICY_COLUMNS), "load", checks)

@@ -9,14 +9,14 @@ from stages.contracts.params import Params
 from stages.gates._deployment_draft import tensors, vocabulary
 from stages.gates._deployment_evidence import TRAIN, Evidence
 from stages.gates._deployment_served import losslessness, parity, sampling, simulation
-from stages.gates._deployment_worth import accept, policy
+from stages.gates._deployment_worth import accept, policy, speed_up
 from stages.gates._judge import Table, same
 
 __all__ = ["Evidence", "tables"]
 
 
 def tables(evidence: Evidence, params: Params) -> list[Table]:
-    """Tables chain, tensors, config, vocabulary, parity, losslessness, accept length, simulation, sampling, policy."""
+    """Tables chain, tensors, config, vocabulary, parity, losslessness, accept length, simulation, sampling, speed-up, policy."""
     return [
         _chain(evidence),
         tensors(evidence, params),
@@ -27,6 +27,7 @@ def tables(evidence: Evidence, params: Params) -> list[Table]:
         accept(evidence, params),
         simulation(evidence, params),
         sampling(evidence, params),
+        speed_up(evidence, params),
         policy(evidence, params),
     ]
 

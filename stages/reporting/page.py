@@ -259,6 +259,7 @@ def _accept(line: Line, params: Params | None) -> dict[str, Any] | None:
         "found": found,
         "apart": apart,
         "positions": len(steps),
+        "by_length": sorted(line.serve.served_by_length.items(), key=lambda pair: int(pair[0].split("-")[0])),
     }
 
 

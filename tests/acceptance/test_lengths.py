@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stages.acceptance.lengths import Answer, accept_length, by_domain, gain
+from stages.acceptance.lengths import Answer, accept_length, by_domain, by_length, gain
 
 
 def test_accept_length_is_tokens_over_verifications_with_bonus_and_first_token() -> None:
@@ -58,3 +58,14 @@ def test_no_gain_is_none() -> None:
     same = [(20, 10), (30, 9)]
     assert gain(same, same) == (0.0, 0.0, 0.0) and gain([], []) == (0.0, 0.0, 0.0)
     assert gain([(1, 0)], [(1, 0)]) == (0.0, 0.0, 0.0)
+
+
+def test_prompts_are_bucketed_by_doubling_lengths() -> None:
+    answers = [Answer(5, (3,)), Answer(2, (0,)), Answer(4, (2,)), Answer(3, (1,))]
+    found = by_length(answers, [32, 33, 64, 80], 3)
+    assert {name: (a.requests, a.accept_length) for name, a in found.items()} == {
+        "1-32": (1, 5.0),
+        "33-64": (2, 3.0),
+        "65-128": (1, 3.0),
+    }
+    assert list(by_length(answers[:1], [3], 3)) == ["1-32"]

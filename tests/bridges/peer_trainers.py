@@ -15,6 +15,7 @@ import importlib.machinery
 import json
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ from torch import Tensor, nn
 
 DRAFT_STEPS, DECAY, OPTIMIZER_STEPS = 3, 0.8, 6
 MAX_TOKENS = 4096
+ROWS = 4  # the shortest training rows, which are trained on
+
+
+def shortest(rows: list[Any], ids_of: Callable[[Any], list[int]]) -> list[Any]:
+    """The rows that are trained on, in whatever order a reader gives them."""
+    return sorted(rows, key=lambda row: (len(ids_of(row)), ids_of(row)))[:ROWS]
 
 
 class Start:
@@ -70,6 +77,7 @@ def specforge(store: Path, start: Start) -> list[float]:
     eagle3.LogSoftmaxLoss = types.SimpleNamespace(apply=loss)
     reader = build_offline_reader(str(store / "train"), run_id="r", ttt_length=DRAFT_STEPS, max_len=MAX_TOKENS)
     rows = [normalize_offline_sample(load_feature_file(ref.feature_store_uri[7:]), MAX_TOKENS) for ref in reader]
+    rows = shortest(rows, lambda row: row["input_ids"][0].tolist())
     batch = {k: v for k, v in build_offline_collator()(rows).items() if v is not None}
     batch |= {name: batch[name].float() for name in ("hidden_state", "target")}
     draft = LlamaForCausalLMEagle3(start.config(), attention_backend="sdpa")
@@ -108,7 +116,7 @@ def speculators(store: Path, start: Start, ratio: float) -> list[float]:
     config = start.config()
     config._attn_implementation = "eager"
     size, hidden = start.sizes["draft_vocab_size"], start.sizes["hidden_size"]
-    rows = [data[i] for i in range(len(data))]
+    rows = shortest([data[i] for i in range(len(data))], lambda row: row["input_ids"].tolist())
     tokens = sum(len(row["input_ids"]) - 1 for row in rows)
     collate = CollateFn(tokens, hidden, dtype=torch.float32, preprocess=shift_batch)
     batch = {k: v for k, v in collate(rows).items() if isinstance(v, Tensor)}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stages.contracts.evidence import Arm
+from stages.contracts.evidence import Arm, Losslessness
 from stages.contracts.files import Fact
 from stages.contracts.manifest import PreparedManifest
 from stages.contracts.quality import SharedText
@@ -764,6 +764,25 @@ def requests(verifications: int) -> Change:
     return change
 
 
+def histograms(e: Any) -> Any:
+    """As many verifications, of which others accepted something."""
+    made = tuple(r.model_copy(update={"simulated_accepted": (2, 2, 0)}) for r in e.serve.requests)
+    return replace(e, serve=e.serve.model_copy(update={"requests": made}))
+
+
+def agentic(e: Any) -> Any:
+    found = Losslessness(requests=2, identical=1, near_ties=0, differing_prompt_ids=("cd" * 12,))
+    return replace(e, serve=e.serve.model_copy(update={"greedy_by_domain": {"agentic": found}}))
+
+
+def stops(**values: Any) -> Change:
+    def change(e: Any) -> Any:
+        made = tuple(s.model_copy(update=values) for s in e.serve.stops)
+        return replace(e, serve=e.serve.model_copy(update={"stops": made}))
+
+    return change
+
+
 CHAIN = "evidence, draft, data and target are links of one chain"
 SETTINGS = "config.json makes the engine feed and read what was trained"
 FED = "the engine feeds the draft the points that it was trained on"
@@ -828,6 +847,9 @@ DEPLOYMENT = (
     Fault("two as near", "parity", "the claimed point is nearer than every other", parity(1, next_best_distance=5e-5), "slot 1"),
     Fault("all near ties", "losslessness", "answers could be compared", inside("serve", "greedy", identical=0, near_ties=16), ": 0", ("greedy answers are those of plain decoding",)),
     Fault("other answers", "losslessness", "greedy answers are those of plain decoding", inside("serve", "greedy", identical=14), "14 of 15 answers identical, 1 near tie apart"),
+    Fault("tool calls differ", "losslessness", "greedy answers are those of plain decoding", agentic, "greedy, agentic: 1 of 2 answers identical, 0 near ties apart; differing: cdcdcd"),
+    Fault("answers run on", "losslessness", "greedy answers are those of plain decoding", stops(drafted_right=7, differing_prompt_ids=("ef" * 12,)), "7 of 8 answers end at their stop token, 8 plainly, 6 of the stops within an accepted draft; differing: efefef"),
+    Fault("no stops asked", "losslessness", "answers could be compared", fact("serve", stops=()), "stop conditions: 0", ("greedy answers are those of plain decoding",)),
     Fault(
         "weak domain",
         "accept length",
@@ -845,12 +867,14 @@ DEPLOYMENT = (
     ),
     Fault("ceiling", "accept length", "accept length is below its ceiling", served("coding", 4.0), "coding: 4"),
     Fault("worse than released", "accept length", AS_LAST, served("general", 1.3), "general: 1.300 against 1.420 of the last release"),
-    Fault("not simulated", "simulation", "served requests were simulated too", lambda e: replace(e, serve=e.serve.model_copy(update={"requests": ()})), ": 0", ("request by request, verifications are as simulated",)),
+    Fault("not simulated", "simulation", "served requests were simulated too", lambda e: replace(e, serve=e.serve.model_copy(update={"requests": ()})), ": 0", ("request by request, verifications and accepted tokens are as simulated",)),
     Fault("gap", "simulation", "served accept length is what the offline simulation foretold", inside("serve", "simulated", accept_length=1.85), "simulated 1.850, served 1.714"),
-    Fault("chance", "simulation", "request by request, verifications are as simulated", requests(8), "0 of 8 requests"),
+    Fault("chance", "simulation", "request by request, verifications and accepted tokens are as simulated", requests(8), "0 of 8 requests"),
+    Fault("as many, kept elsewhere", "simulation", "request by request, verifications and accepted tokens are as simulated", histograms, "0 of 8 requests"),
     Fault("biased", "sampling", "sampled tokens follow the target's own distribution", inside("serve", "sampling", distance=0.2), "0.2000 against 0.0250 of plain sampling"),
+    Fault("too good", "speed-up", "speed-up is not above accept length", ratio(2, ratio=1.9, low=1.8, high=2.0), "1.900 × plain (1.800 to 2.000) at accept length 1.600"),
     Fault("slower", "policy", "the serving policy is never slower than plain decoding", ratio(1, ratio=0.9, low=0.86, high=0.94), "concurrency 2: 0.900 × plain"),
     Fault("another policy", "policy", "the policy measured is the policy written", ratio(1, draft_steps=1), "1 against 0"),
-    Fault("dear off", "policy", "switched off, speculation costs nothing", fact("benchmark", off_cost_ratio=0.9, off_cost_high=0.93), ": 0.9"),
+    Fault("dear off", "policy", "switched off, speculation costs nothing", fact("benchmark", off_cost_ratio=0.9, off_cost_high=0.93), "0.900 × an engine that never had a draft"),
 )  # fmt: skip
 FAULTS = {"extraction": EXTRACTION, "training": TRAINING, "deployment": DEPLOYMENT}

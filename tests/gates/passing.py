@@ -24,6 +24,7 @@ from stages.contracts.evidence import (
     SamplingFidelity,
     ServeEvidence,
     ServingPolicy,
+    StoppedAnswers,
     TrainMetrics,
 )
 from stages.contracts.files import digest
@@ -419,6 +420,20 @@ def serve() -> ServeEvidence:
         ),
         parity_words="as claimed",
         greedy=Losslessness(requests=16, identical=15, near_ties=1, differing_prompt_ids=("ab" * 12,)),
+        greedy_by_domain={
+            "coding": Losslessness(requests=15, identical=15, near_ties=0, differing_prompt_ids=()),
+            "general": Losslessness(requests=1, identical=0, near_ties=1, differing_prompt_ids=()),
+        },
+        stops=(
+            StoppedAnswers(
+                condition="token",
+                requests=8,
+                plain_right=8,
+                drafted_right=8,
+                inside_a_draft=6,
+                differing_prompt_ids=(),
+            ),
+        ),
         sampling=SamplingFidelity(prompts=2, draws=1000, temperature=0.8, distance=0.03, distance_plain=0.025),
         served=accept(1.6),
         served_by_domain={"coding": accept(1.7), "general": accept(1.4)},
@@ -434,6 +449,7 @@ def serve() -> ServeEvidence:
                 verifications=7,
                 accepted=(3, 1, 0),
                 simulated_verifications=7,
+                simulated_accepted=(1, 0, 3),
             )
             for i in range(8)
         ),
@@ -468,11 +484,12 @@ def benchmark() -> BenchmarkEvidence:
             accept_length=1.6,
         )
         for c in (1, 2)
-        for name, steps in (("plain", 0), ("policy", 2))
+        for name, steps in (("plain", 0), ("speculative", 2), ("policy", 2))
     )
     ratios = (
         Ratio(arm="policy", draft_steps=2, concurrency=1, ratio=1.2, low=1.1, high=1.3),
         Ratio(arm="policy", draft_steps=0, concurrency=2, ratio=1.0, low=0.99, high=1.01),
+        Ratio(arm="speculative", draft_steps=2, concurrency=1, ratio=1.2, low=1.1, high=1.3),
     )
     return BenchmarkEvidence(
         draft_digest=record().digest(),

@@ -23,9 +23,11 @@ from stages.contracts.evidence import (
     SamplingFidelity,
     ServeEvidence,
     ServingPolicy,
+    StoppedAnswers,
     TrainMetrics,
 )
 from stages.contracts.files import digest
+from stages.contracts.loads import Conditions, FirstRequest, Latencies, OpenLoop, Percentiles
 from stages.contracts.manifest import (
     CAPTURE_MANIFEST,
     MERGED_MANIFEST,
@@ -239,6 +241,12 @@ def serve() -> ServeEvidence:
             for s, p, c, n in slots
         ),
         parity_words="as claimed",
+        served_by_length={"33-64": accept(1.7, 30), "129-256": accept(1.5, 24)},
+        stops=(
+            StoppedAnswers(
+                condition="token", requests=8, plain_right=8, drafted_right=8, inside_a_draft=7, differing_prompt_ids=()
+            ),
+        ),
         greedy=Losslessness(requests=54, identical=53, near_ties=1, differing_prompt_ids=("0123456789abcdef01234567",)),
         sampling=SamplingFidelity(prompts=2, draws=4000, temperature=0.8, distance=0.021, distance_plain=0.019),
         served=accept(1.62, 54, 0.06),
@@ -324,6 +332,32 @@ def benchmark() -> BenchmarkEvidence:
         speculation_off_above=4,
         policy_digest=policy().digest(),
     )
+
+
+def served_benchmark() -> BenchmarkEvidence:
+    """The same of servers that were started: no cost of off, latencies, arrivals, first requests and conditions."""
+    times = Percentiles(p50=100, p90=150, p99=190)
+    known = Latencies(first_token_ms=times, per_token_ms=times, whole_ms=times)
+    arrivals = OpenLoop(
+        arm="speculative", draft_steps=3, rate_per_s=4, requests=48, tokens_per_s=(20.0, 21.0, 22.0), latencies=known,
+        accept_length=1.6, closed_loop_per_s=2.0, overloaded=True, late_start_p99_ms=1.5,
+    )  # fmt: skip
+    first = FirstRequest(
+        arm="plain", draft_steps=0, cold_first_token_ms=900, cold_whole_ms=2000, warm_first_token_ms=300,
+        warm_whole_ms=1300,
+    )  # fmt: skip
+    conditions = Conditions(
+        engines="servers started", cache="off", temperature=0, ignore_end_of_turn=True, settings_compared=471,
+        cached_prompt_tokens=0, policy_served_by="an engine for each draft length", warnings=("figures of a CPU",),
+    )  # fmt: skip
+    found = benchmark()
+    return found.model_copy(
+        update={
+            "arms": tuple(a.model_copy(update={"latencies": known}) for a in found.arms),
+            "off_cost_ratio": None, "off_cost_low": None, "off_cost_high": None,
+            "open_loop": (arrivals,), "first_requests": (first,), "conditions": conditions,
+        }
+    )  # fmt: skip
 
 
 def write_curves(root: Path) -> None:

@@ -94,6 +94,27 @@ def test_training_shows_places_speed_memory_waiting_and_what_is_known_by_heart(t
     assert held.count('class="whisker"') == 7, "an interval at every evaluation"
 
 
+def test_what_a_server_did_under_load_stands_with_its_conditions(tmp_path: Path) -> None:
+    evidence.write_whole_line(tmp_path)
+    evidence.served_benchmark().write(tmp_path / BENCHMARK_EVIDENCE)
+    html = page(tmp_path)
+    assert faults(html) == []
+    said = text(html)
+    for words in (
+        "Where the policy says off, an engine serves that never had a draft.",
+        "Mind: figures of a CPU.",
+        "100 / 150 / 190",
+        "above the 2.00/s it completes at most: the queue grows",
+        "plain: 900 ms cold, 300 ms warm",
+        "Engines servers started; prefix cache off, 0 prompt tokens from it",
+        "471 settings found equal in all arms",
+        "33-64 1.700",
+        "8 of 8 drafted answers end where they must (7 of the stops",
+    ):
+        assert words in said, words
+    assert said.index("33-64") < said.index("129-256"), "in the order of lengths, not of letters"
+
+
 def test_equal_facts_give_equal_bytes(tmp_path: Path) -> None:
     evidence.write_whole_line(tmp_path / "a")
     evidence.write_whole_line(tmp_path / "b")

@@ -43,6 +43,7 @@ class DeploymentGate(Section):
     min_identical_outputs: Share
     min_policy_throughput_ratio: Annotated[Number, Field(gt=0)]
     max_sampling_distance: Annotated[Number, Field(gt=0)]
+    max_speedup_over_accept_length: Annotated[Number, Field(ge=1)]
 
 
 class Gates(Section):

@@ -6,7 +6,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from stages.contracts.sections.base import Number, Positive, Section, Whole
+from stages.contracts.sections.base import Number, Positive, Section, Seed, Whole
+
+_LONGEST_S = 1800  # of one repeat's arrivals
 
 
 class SGLang(Section):
@@ -75,9 +77,23 @@ class Benchmark(Section):
     out_of_distribution_prompts: Annotated[Whole, Field(ge=0)]
     hold_steps: Annotated[Whole, Field(ge=1, le=1000)]
     band: Annotated[Whole, Field(ge=0)]
+    arrival_rates: tuple[Annotated[Number, Field(gt=0, le=10_000)], ...]
+    arrival_requests: Annotated[Whole, Field(ge=2)]
+    seed: Seed
 
     @model_validator(mode="after")
     def _concurrencies_ascend(self) -> Benchmark:
         if list(self.concurrencies) != sorted(set(self.concurrencies)):
             raise ValueError(f"concurrencies {list(self.concurrencies)} are not ascending and distinct")
+        return self
+
+    @model_validator(mode="after")
+    def _rates_make_sense(self) -> Benchmark:
+        if list(self.arrival_rates) != sorted(set(self.arrival_rates)):
+            raise ValueError(f"arrival_rates {list(self.arrival_rates)} are not ascending and distinct")
+        if self.arrival_rates and (lasts := self.arrival_requests / self.arrival_rates[0]) > _LONGEST_S:
+            raise ValueError(
+                f"arrival_rates {self.arrival_rates[0]:g}/s: {self.arrival_requests} requests would take {lasts:.0f} s to arrive, "
+                f"each repeat of each arm; at most {_LONGEST_S} s make sense"
+            )
         return self

@@ -25,6 +25,8 @@ class Train(Section):
     head_dim: Positive
     intermediate_size: Positive
     head: Literal["trained", "frozen"]
+    loss: Literal["kl", "ce", "lk"]
+    products: Literal["auto", "float32", "bfloat16"]
     evaluate_every: Positive
     evaluate_train_rows: Annotated[Whole, Field(ge=0)]
     stop_after: Annotated[Whole, Field(ge=0)]
