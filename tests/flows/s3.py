@@ -79,13 +79,19 @@ class S3Server:
             time.sleep(0.1)
 
     def _healthy(self) -> bool:
-        """Whether it answers and its bucket is there: it makes, and after a kill loads, its buckets behind its health."""
+        """Whether it answers, its bucket is there and an object in it can be read: after a kill it says that it is healthy some
+        seconds before its volumes are back."""
         try:
             with urllib.request.urlopen(f"{self.url}/healthz", timeout=2) as answer:
                 if answer.status != 200:
                     return False
-            names = [b["Name"] for b in self._client().list_buckets()["Buckets"]]
-            return BUCKET in names and "dvc" in names
+            client = self._client()
+            names = [b["Name"] for b in client.list_buckets()["Buckets"]]
+            if BUCKET not in names or "dvc" not in names:
+                return False
+            for one in client.list_objects_v2(Bucket=BUCKET, MaxKeys=1).get("Contents", []):
+                client.get_object(Bucket=BUCKET, Key=one["Key"])["Body"].read()
+            return True
         except (urllib.error.URLError, ConnectionError, TimeoutError, BotoCoreError, ClientError):
             return False
 
