@@ -109,7 +109,7 @@ def compare(bench: ServedBench, way: Way, by_text: dict[str, Prompt], params: Pa
     print(f"\n{way.name}, {way.draft_steps} drafted: {len(prompts)} requests of {_TOKENS} tokens, {_AT_ONCE} at once")
     print(f"  {'':<22}{'ours':>10}{'SGLang':>10}{'ours again':>12}")
     faults: list[str] = []
-    for words, name in _ROWS:
+    for words, name in _ROWS[: None if way.draft_steps else -1]:  # plain decoding has no accept length
         a, b, c = first[name], other.get(name) or 0.0, again[name]
         print(f"  {words:<22}{a:>10.2f}{b:>10.2f}{c:>12.2f}")
         middle = (a + c) / 2
