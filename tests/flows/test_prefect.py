@@ -96,7 +96,7 @@ class Server:
 
 GRAPH = """
 stages:
-  prepare: {cmd: "echo rows > rows.txt", params: [a], outs: [rows.txt]}
+  prepare: {cmd: "echo rows > rows.txt", params: [train.seed], outs: [rows.txt]}
   gate-training:
     cmd: sh ./gate.sh
     deps: [rows.txt, gate.sh, verdict.json]
@@ -203,7 +203,7 @@ def test_a_run_of_the_deployment_completes_with_its_tasks_artifacts_and_release(
     told = server.cli("deployment", "run", "retrain/weekly")
     run = re.findall(r"UUID: ([0-9a-f-]{36})", told)[0]
     state = server.end_of(run)
-    assert state["type"] == "COMPLETED", state
+    assert state["type"] == "COMPLETED", state["message"]
     name = json.loads((server.repo / "releases/current.json").read_text())["release"]
     assert state["message"] == f"Release {name}: accept length 1.60"
     assert set(server.tasks_of(run)) == {"prepare", "gate-training", "serve-validate", "benchmark", "train"}
