@@ -14,14 +14,13 @@ files are copies: the draft in models/ shares its bytes with DVC's cache, and a 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows import working_copy
 from flows.demands import demand_gates, demand_no_step_back, demand_one_engine
+from flows.held import held
 from flows.judged import contents, demand_passed, record_of
 from flows.ledger import entries as ledger
 from flows.registry import channels, parcels, retention
@@ -78,23 +77,8 @@ def _locked(root: Path) -> Iterator[None]:
     Raises:
         Refusal: another process holds it for too long.
     """
-    path = root / RELEASES / ".lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + _LOCK_WAIT_S
-    with path.open("a") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise Refusal(
-                        "Another promotion or rollback is under way in this clone",
-                        where=str(path),
-                        expected=f"free within {_LOCK_WAIT_S:g} s",
-                        do="wait for it to end, then do this again",
-                    ) from None
-                time.sleep(0.1)
+    what = "Another promotion or rollback is under way in this clone"
+    with held(root / RELEASES / ".lock", _LOCK_WAIT_S, Refusal, what):
         yield
 
 

@@ -4,12 +4,12 @@ under a lock that the kernel frees when its holder is killed."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from flows.held import held
 from flows.registry.store import Found, Listed, StoreError
 from stages.contracts.files import copy_whole, digest, write_whole
 
@@ -37,23 +37,9 @@ class FolderStore:
         Raises:
             StoreError: another process holds it for too long.
         """
-        path = self._folder / ".writes.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + _LOCK_WAIT_S
-        with path.open("a") as handle:
-            while True:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        raise StoreError(
-                            "Another promotion or rollback is under way",
-                            where=str(path),
-                            expected=f"free within {_LOCK_WAIT_S:g} s",
-                            do="wait for it to end, then do this again",
-                        ) from None
-                    time.sleep(0.02)
+        with held(
+            self._folder / ".writes.lock", _LOCK_WAIT_S, StoreError, "Another promotion or rollback is under way"
+        ):
             yield
 
     def read(self, key: str) -> Found | None:
