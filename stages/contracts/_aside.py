@@ -83,6 +83,18 @@ def exchange(one: Path, other: Path) -> bool:
     return renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
+def discard(path: Path) -> None:
+    """Remove a whole folder: it loses its name before its files, so that nothing half removed is taken for whole.
+
+    What a kill leaves is a `.part`, never an `.old`, which `sweep` would put back.
+    """
+    sweep(path)
+    if os.path.lexists(path):
+        aside = aside_of(path, "part")
+        path.rename(aside)
+        remove(aside)
+
+
 def remove(path: Path) -> None:
     """Remove a file or a folder as far as it can be: what is left is swept by the next write."""
     if path.is_dir() and not path.is_symlink():

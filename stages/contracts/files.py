@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stages.contracts._aside import aside_of, remove, replace_folder, sweep
+from stages.contracts._aside import discard as discard
 from stages.contracts.errors import DataError
 
 FactT = TypeVar("FactT", bound="Fact")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stages.contracts.errors import DataError, Refusal
-from stages.contracts.files import Fact, aside_of, file_digest, whole_folder
+from stages.contracts.files import Fact, discard, file_digest, whole_folder
 
 _TENSORS, _STATE = "tensors.safetensors", "resume.json"
 
@@ -58,7 +57,7 @@ class ResumePoints:
             ResumeState(step=step, tensors_digest=digest, of=self.of, progress=progress).write(aside / _STATE)
         for old in older:
             if old != folder:
-                _remove(old)
+                discard(old)
 
     def load(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
         """The last complete point: step, tensors, progress; None when there is none.
@@ -91,7 +90,7 @@ class ResumePoints:
     def others(self) -> list[tuple[Path, list[str]]]:
         """Unfinished runs beside this one: the last whole point of each, and in what it differs."""
         found: list[tuple[Path, list[str]]] = []
-        for root in sorted(self.root.parent.glob("*")):
+        for root in sorted(self.root.parent.glob("[!.]*")):
             folders = ResumePoints(root)._folders() if root != self.root else []
             with contextlib.suppress(DataError):  # a damaged one is told by the run that it belongs to
                 found += [(f, differences(ResumeState.read(f / _STATE).of, self.of)) for f in folders[-1:]]
@@ -99,20 +98,13 @@ class ResumePoints:
 
     def clear(self) -> None:
         """Remove all points: the run is over."""
-        if self.root.exists():
-            _remove(self.root)
+        if self.root.parent.exists():
+            discard(self.root)
 
     def _folders(self) -> list[Path]:
         """The points there are, oldest first; what a person laid beside them is none."""
         named = [p for p in self.root.glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name)]
         return sorted(named, key=lambda p: int(p.name.removeprefix("step_")))
-
-
-def _remove(folder: Path) -> None:
-    """Take the name away first: a run killed in the midst leaves no half of a point under the name of a whole one."""
-    aside = aside_of(folder, "old")
-    folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
