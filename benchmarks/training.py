@@ -2,8 +2,8 @@
 
     python -m benchmarks.training
 
-Needs a merged set (`dvc repro gate-training`); changes nothing. The peers' own EAGLE-3 classes are run where DRAFTLINE_PEERS
-names the folder that they lie unpacked in; where it does not, that is said. Tokens are those of the rows trained on, prompts
+Needs a merged set (`dvc repro gate-training`); changes nothing. The peers' own EAGLE-3 classes are run where `make peers`
+put them, or below the folder that DRAFTLINE_PEERS names; where they are not, that is said. Tokens are those of the rows trained on, prompts
 included, the same for all. Each trainer runs in a process of its own on two threads, SECONDS of CPU after a warm-up; threads
 that wait for each other sleep (GOMP_SPINCOUNT), so that CPU seconds are work done. Beside ours stands the
 floor: the products that a step cannot do without, at the rate that such products reach here. Fails when a goal is missed.

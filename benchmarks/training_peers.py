@@ -1,7 +1,7 @@
 """SpecForge 0.2.0 and speculators 0.9.0: their own EAGLE-3 classes, losses and optimizers, fed with our rows.
 
-Each stands unpacked in <name>-<version> below the folder that DRAFTLINE_PEERS names, beside `deps` with what they import
-(README says how). Their code is run as it is, with what it would do on a CPU: SpecForge's fused loss needs a GPU's Triton,
+Each stands unpacked in <name>-<version> below .peers (`make peers`) or the folder that DRAFTLINE_PEERS names, beside `deps` with what
+they import. Their code is run as it is, with what it would do on a CPU: SpecForge's fused loss needs a GPU's Triton,
 so its own plain version of the same loss is called; speculators' losses are its "eager" ones, its attention
 "eager", one of its three.
 """
@@ -27,18 +27,21 @@ PEERS = {"specforge": "specforge-0.2.0", "speculators": "speculators-0.9.0"}
 DECAY, CLIP = 0.8, 1.0
 
 
+def _root() -> Path:
+    """Where the peers stand: DRAFTLINE_PEERS, or what `make peers` fetched."""
+    return Path(os.environ.get("DRAFTLINE_PEERS") or Path(__file__).parents[1] / ".peers")
+
+
 def absent(name: str) -> str | None:
     """Why a peer cannot be run here, in words; None when it can."""
-    root = os.environ.get("DRAFTLINE_PEERS")
-    if not root:
-        return f"{name}: not run, for DRAFTLINE_PEERS names no folder"
-    lacking = [str(p) for p in (Path(root, PEERS[name]), Path(root, "deps")) if not p.is_dir()]
+    root = _root()
+    lacking = [str(p) for p in (root / PEERS[name], root / "deps") if not p.is_dir()]
     return f"{name}: not run, for {' and '.join(lacking)} is not there" if lacking else None
 
 
 def put_on_path(name: str) -> None:
     """Let the peer be imported."""
-    root = Path(os.environ["DRAFTLINE_PEERS"])
+    root = _root()
     sys.path[:0] = [str(root / PEERS[name]), str(root / "deps")]
 
 
