@@ -10,12 +10,14 @@ COPY sglang_guard /opt/sglang_guard
 RUN pip install --no-cache-dir --no-deps /opt/sglang_guard && python3 -m draftline_sglang_guard
 
 RUN useradd --uid 10001 --create-home line
-USER line
+# by number, so that an orchestrator that demands another user than root can see it
+USER 10001
 ENV HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 DRAFT_STEPS=3
 EXPOSE 30000
-HEALTHCHECK --interval=30s --timeout=5s --start-period=600s CMD curl -fsS http://127.0.0.1:30000/health || exit 1
+HEALTHCHECK --interval=30s --timeout=5s --start-period=600s \
+ CMD ["curl", "-fsS", "http://127.0.0.1:30000/health"]
 # A chain (topk 1) proposes DRAFT_STEPS tokens and verifies one more.
-CMD exec python3 -m sglang.launch_server --host 0.0.0.0 --port 30000 --model-path /target \
+CMD ["sh", "-c", "exec python3 -m sglang.launch_server --host 0.0.0.0 --port 30000 --model-path /target \
     --speculative-algorithm EAGLE3 --speculative-draft-model-path /draft \
-    --speculative-num-steps "$DRAFT_STEPS" --speculative-eagle-topk 1 \
-    --speculative-num-draft-tokens "$((DRAFT_STEPS + 1))" --enable-metrics
+    --speculative-num-steps $DRAFT_STEPS --speculative-eagle-topk 1 \
+    --speculative-num-draft-tokens $((DRAFT_STEPS + 1)) --enable-metrics"]

@@ -59,7 +59,7 @@ def test_an_image_is_pinned_and_does_not_run_as_root(path: Path) -> None:
     args = dict(re.findall(r"^ARG (\w+)=(\S+)", text, re.M))
     base = re.sub(r"\$\{(\w+)\}", lambda m: args[m[1]], re.findall(r"^FROM (\S+)", text, re.M)[0])
     assert re.search(r":v?\d+\.\d+", base)
-    assert re.findall(r"^USER (\S+)", text, re.M)[-1] == "line"
+    assert re.findall(r"^USER (\S+)", text, re.M)[-1] == "10001" and "useradd --uid 10001" in text
 
 
 def test_deployments_name_flows_that_exist() -> None:
