@@ -127,13 +127,18 @@ def _failure(stage: str, ended: Ended, root: Path, began: float) -> LineError:
     report = gate_report(stage, root, began - 1)
     if report is not None and not report.success:
         return Refusal(f"{stage} refused {report.subject}", where=str(report_path(report.gate)), got=words_of(report))
+    return told_failure(stage, f"dvc repro --single-item {stage}", ended)
+
+
+def told_failure(name: str, command: str, ended: Ended) -> LineError:
+    """What a failed command of ours said of itself: a refusal, an error that can be mended, or nothing."""
     for head, kind in (("refused: ", Refusal), ("error: ", StageError)):
         told = _block(ended.lines, head)
         if told:
-            return kind(f"{stage}: {told}")
+            return kind(f"{name}: {told}")
     return StageCrash(
-        f"{stage} ended without a word of its own",
-        where=f"dvc repro --single-item {stage}",
+        f"{name} ended without a word of its own",
+        where=command,
         expected="exit code 0",
         got=f"exit code {ended.code}; last lines: " + " | ".join(ended.lines[-5:]),
         do="look at the log above; finished work is kept, `dvc repro` goes on from it",

@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from flows import artifacts, git_state, line, release, settings
+from flows import artifacts, beside, git_state, line, release, settings
 from flows.notice import notify as tell
 from stages.contracts.errors import LineError
 
@@ -37,6 +37,20 @@ def worth_a_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
 def stage(name: str, root: Path, time_limit_s: float) -> None:
     """Bring one stage up to date; what it prints goes to this task's log."""
     line.run_stage(name, root, time_limit_s, get_run_logger().info)
+
+
+@task(
+    name=beside.TASK,
+    task_run_name=beside.TASK,
+    retries=len(RETRY_DELAYS_S),
+    retry_delay_seconds=list(RETRY_DELAYS_S),
+    retry_condition_fn=worth_a_retry,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def measure_beside(root: Path, time_limit_s: float) -> None:
+    """The new draft and production's over the same prompts, in one run."""
+    beside.measure(root, time_limit_s, get_run_logger().info)
 
 
 @flow(name="retrain")
@@ -89,6 +103,8 @@ def _retrain(root: Path, promote: bool, stage_time_limit_s: float) -> tuple[str,
             _run(name, root, stage_time_limit_s)
         if not promote:
             return "The line is up to date; nothing was promoted.", False
+        if beside.is_due(root):
+            measure_beside(root, stage_time_limit_s)
         promoted = release.promote(root)
     except LineError as error:
         return error.text(), True
