@@ -124,7 +124,7 @@ def copy_code(repo_root: Path, repo: Path) -> None:
     shutil.copyfile(repo_root / "prefect.yaml", repo / "prefect.yaml")
 
 
-def _make_clone(root: Path, repo_root: Path) -> Path:
+def make_clone(root: Path, repo_root: Path) -> Path:
     repo = make_repo(root, GRAPH.lstrip())
     (repo / "gate.sh").write_text(GATE)
     (repo / "train.sh").write_text("echo trained\n")
@@ -144,7 +144,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait(ready: Any, what: str, log: Path, limit_s: float = 120) -> None:
+def wait_for(ready: Any, what: str, log: Path, limit_s: float = 120) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         try:
@@ -191,7 +191,7 @@ def prefect_server(home: Path, repo: Path, more: Mapping[str, str] | None = None
     running = [_start(["server", "start", "--host", "127.0.0.1", "--port", str(port)], env, home, home / "server.log")]
     it = Server(url, env, repo, home / "worker.log")
     try:
-        _wait(lambda: it.ask("/health") is True, "server", home / "server.log")
+        wait_for(lambda: it.ask("/health") is True, "server", home / "server.log")
         it.cli("work-pool", "create", "draftline", "--type", "process")
         it.cli("--no-prompt", "deploy", "--all")
         it.start_worker()
@@ -204,7 +204,7 @@ def prefect_server(home: Path, repo: Path, more: Mapping[str, str] | None = None
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("prefect")
-    with prefect_server(home, _make_clone(home / "clone", repo_root)) as it:
+    with prefect_server(home, make_clone(home / "clone", repo_root)) as it:
         yield it
 
 
@@ -250,7 +250,7 @@ def test_a_refusal_fails_the_run_in_the_gates_words_without_a_retry_and_promotes
 
 
 def _pid(path: Path) -> int:
-    _wait(lambda: path.exists() and path.read_text().strip(), str(path), path.parent / "train.sh")
+    wait_for(lambda: path.exists() and path.read_text().strip(), str(path), path.parent / "train.sh")
     return int(path.read_text())
 
 
@@ -272,7 +272,7 @@ def test_a_run_that_is_ended_leaves_no_child(server: Server, how: str) -> None:
         if how == "cancelled":
             server.cli("flow-run", "cancel", run)
         state = server.end_of(run)
-        _wait(lambda: _gone(sleeper), "the sleeper's end", server.worker_log, 40)
+        wait_for(lambda: _gone(sleeper), "the sleeper's end", server.worker_log, 40)
     finally:
         (server.repo / "train.sh").write_text("echo trained\n")
     if how == "time limit":
