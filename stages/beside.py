@@ -154,7 +154,7 @@ def compare_speeds(sides: tuple[Side, Side], load: Load, confidence: float) -> l
                 done = trial(side.bench, ways[side.name], prompts, concurrency, told.max_new_tokens)
                 speeds[side.name].append(done.tokens_per_s)
                 advance(1, f"concurrency {concurrency}, {side.name}")
-            ratio, low, high = paired_interval(*(speeds[side.name] for side in sides), confidence)
+            ratio, low, high = paired_interval(speeds["new"], speeds["production"], confidence)
             found.append(ThroughputRatio(concurrency=concurrency, ratio=ratio, low=low, high=high))
     return found
 

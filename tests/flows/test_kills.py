@@ -116,19 +116,17 @@ def test_the_process_of_a_flow_killed_at_random_moments(service: Server, deploym
             except ProcessLookupError:
                 pass  # it had ended
             assert it.end_of(run)["type"] in ("CRASHED", "COMPLETED"), "the worker tells what became of it"
-            now = _nothing_is_lost(it, {production, *_promised(it)})
-            assert now == production or now in _promised(it)
+            _nothing_is_lost(it, {production, _promised(it)})
         _whole_run(it, deployment)
-        production = _nothing_is_lost(it, _promised(it))
-        release.follow(it.repo)
-        assert moves < len(release.ledger(it.repo)) <= moves + 3 and line.holders(it.repo) == []
+        production = _nothing_is_lost(it, {_promised(it)})
+        assert len(release.ledger(it.repo)) == moves + 1, "promoted once, however often it was tried"
+        assert line.holders(it.repo) == []
     print(f"{deployment}: {killed} of 4 killed before their end; a whole run takes {takes:.1f} s")
 
 
-def _promised(it: Server) -> set[str]:
-    """The release that the draft here would make, with the dvc.lock of now or as the registry already has it."""
-    names = {release.record_of(it.repo, release.contents(it.repo)).name}
-    return names | {e["release"] for e in release.ledger(it.repo)[-1:]}
+def _promised(it: Server) -> str:
+    """The release that the draft here makes, with the dvc.lock of now."""
+    return release.record_of(it.repo, release.contents(it.repo)).name
 
 
 def test_a_worker_killed_at_random_moments_is_recovered_from_by_the_next_run(service: Server) -> None:
