@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -61,6 +62,17 @@ def stage_names(root: Path) -> list[str]:
             do="run the flow from the repository root; `dvc stage list` tells what is wrong",
         )
     return names
+
+
+def unchanged(names: Sequence[str], root: Path) -> frozenset[str]:
+    """Those of `names`, in the graph's order, that stand before the first stage that DVC would run: one question for all, where
+    each `dvc repro` takes two seconds to find nothing to do. None when DVC does not answer; then each stage is asked."""
+    told = subprocess.run(dvc("status", "--json"), cwd=root, env=environment(), capture_output=True, text=True)
+    try:
+        changed = json.loads(told.stdout) if told.returncode == 0 else dict.fromkeys(names)
+    except json.JSONDecodeError:
+        return frozenset()
+    return frozenset(itertools.takewhile(lambda name: name not in changed, names))
 
 
 def holders(root: Path) -> list[str]:

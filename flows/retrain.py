@@ -34,8 +34,11 @@ def worth_a_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def stage(name: str, root: Path, time_limit_s: float) -> None:
+def stage(name: str, root: Path, time_limit_s: float, unchanged: bool = False) -> None:
     """Bring one stage up to date; what it prints goes to this task's log."""
+    if unchanged:
+        get_run_logger().info("Stage '%s' didn't change, skipping", name)
+        return
     line.run_stage(name, root, time_limit_s, get_run_logger().info)
 
 
@@ -99,8 +102,10 @@ def _retrain(root: Path, promote: bool, stage_time_limit_s: float) -> tuple[str,
     """How it ended in words, and whether it failed."""
     try:
         release.follow(root)  # gate-deployment judges against what is production now
-        for name in line.stage_names(root):
-            _run(name, root, stage_time_limit_s)
+        names = line.stage_names(root)
+        unchanged = line.unchanged(names, root)
+        for name in names:
+            _run(name, root, stage_time_limit_s, name in unchanged)
         if not promote:
             return "The line is up to date; nothing was promoted.", False
         if beside.is_due(root):
@@ -118,13 +123,13 @@ def _commit(branch: str, words: str, root: Path) -> None:
     get_run_logger().info("recorded on %s: %s", branch, commit or "nothing changed")
 
 
-def _run(name: str, root: Path, time_limit_s: float) -> None:
+def _run(name: str, root: Path, time_limit_s: float, unchanged: bool) -> None:
     """One stage as a task, then its artifacts.
 
     Raises:
         LineError: the stage's own.
     """
-    state = stage.with_options(name=name, task_run_name=name)(name, root, time_limit_s, return_state=True)
+    state = stage.with_options(name=name, task_run_name=name)(name, root, time_limit_s, unchanged, return_state=True)
     report = line.gate_report(name, root)
     if report is not None:
         artifacts.publish_gate(report)
