@@ -6,6 +6,8 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from stages.contracts.files import canonical, file_digest, write_whole
 from stages.contracts.manifest import MERGED_MANIFEST, MergedManifest
 from stages.contracts.release import RELEASES, current
 from stages.contracts.report import evidence_digests, report_path
+from stages.targets._decoder import Decoder
 from tests import line, tiny
 from tests.flows.samples import gate_report
 
@@ -128,14 +131,14 @@ def test_a_production_that_is_not_there_or_damaged_or_of_another_target_is_told(
     assert not BESIDE.exists()
 
 
-def test_another_targets_draft_is_refused_before_anything_is_served(here: Path, tmp_path: Path) -> None:
-    from stages.targets import load_target
-
-    other = load_target(tiny.make_target(tmp_path / "other", hidden_size=32, head_dim=8))
+def test_another_targets_draft_is_refused_before_anything_is_served(here: Path) -> None:
+    """Of a target the check asks for its sizes and its embedding only."""
+    sizes = SimpleNamespace(hidden_size=32, vocab_size=tiny.LAYERS)
+    other = SimpleNamespace(config=sizes, embedding=torch.zeros(tiny.LAYERS, 32))
     with pytest.raises(
         EngineError, match=r"Production's draft does not fit this target(.|\n)*hidden_size 64: the target has 32"
     ):
-        beside._demand_fits(RELEASES / str(current()) / "draft", other)
+        beside._demand_fits(RELEASES / str(current()) / "draft", cast(Decoder, other))
 
 
 def test_only_the_engine_of_this_process_measures_two_drafts(here: Path) -> None:
