@@ -19,7 +19,10 @@ from stages.contracts.params import Promotion
 from stages.contracts.release import ReleaseRecord
 from stages.contracts.report import GATE_REPORTS, GateReport, demand
 
-_KEEP = "keep production, or promote on purpose where the loss is wanted: set promotion.production_beside to `ignore`"
+_KEEP = (
+    "keep production; where the machine was not idle, remove this file and promote again, which measures anew; where the loss "
+    "is wanted, set promotion.production_beside to `ignore`"
+)
 
 
 def demand_gates(root: Path) -> None:
@@ -85,7 +88,7 @@ def demand_no_step_back(root: Path, production: ReleaseRecord | None, promotion:
         raise Refusal(
             "The new draft is a step back from production",
             where=str(BESIDE),
-            expected=f"no {beside.confidence:.0%} interval wholly below production's",
+            expected=f"no {100 * beside.confidence:.3g} % interval wholly below production's",
             got="; ".join(worse),
             do=_KEEP,
         )
@@ -102,7 +105,8 @@ def _unmeasured(promotion: Promotion) -> str:
             where=str(BESIDE),
             expected="accept length and throughput of both in one run, as promotion.production_beside: require asks for",
             got="no such file",
-            do="measure both in one run, or set promotion.production_beside to `if_measured`: then gate-deployment's "
+            do="measure both: `python -m stages.beside`, or the promote flow, which does; or set promotion.production_beside to "
+            "`if_measured`: then gate-deployment's "
             "comparison with the release's remembered figures has to do",
         )
     return "not measured beside production; gate-deployment compared with its remembered accept length"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.model_card import CARD, model_card
-from stages.contracts.beside import BESIDE
+from stages.contracts.beside import BESIDE, BesideProduction
 from stages.contracts.canary import CANARY, Canary
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import DataError, Refusal
@@ -62,7 +62,7 @@ def contents(root: Path) -> Contents:
     if (root / _PAGE).exists():
         files["index.html"] = root / _PAGE
     kept = kept_files(root, draft)
-    if (root / BESIDE).exists():
+    if (root / BESIDE).exists() and BesideProduction.read(root / BESIDE).draft_digest == draft.digest():
         files[f"evidence/{BESIDE.name}"] = root / BESIDE
     if (root / CANARY).exists() and Canary.read(root / CANARY).draft_digest == draft.digest():
         files[f"evidence/{CANARY.name}"] = root / CANARY

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -61,6 +62,17 @@ def stage_names(root: Path) -> list[str]:
             do="run the flow from the repository root; `dvc stage list` tells what is wrong",
         )
     return names
+
+
+def unchanged(names: Sequence[str], root: Path) -> frozenset[str]:
+    """Those of `names`, in the graph's order, that stand before the first stage that DVC would run: one question for all, where
+    each `dvc repro` takes two seconds to find nothing to do. None when DVC does not answer; then each stage is asked."""
+    told = subprocess.run(dvc("status", "--json"), cwd=root, env=environment(), capture_output=True, text=True)
+    try:
+        changed = json.loads(told.stdout) if told.returncode == 0 else dict.fromkeys(names)
+    except json.JSONDecodeError:
+        return frozenset()
+    return frozenset(itertools.takewhile(lambda name: name not in changed, names))
 
 
 def holders(root: Path) -> list[str]:
@@ -127,13 +139,18 @@ def _failure(stage: str, ended: Ended, root: Path, began: float) -> LineError:
     report = gate_report(stage, root, began - 1)
     if report is not None and not report.success:
         return Refusal(f"{stage} refused {report.subject}", where=str(report_path(report.gate)), got=words_of(report))
+    return told_failure(stage, f"dvc repro --single-item {stage}", ended)
+
+
+def told_failure(name: str, command: str, ended: Ended) -> LineError:
+    """What a failed command of ours said of itself: a refusal, an error that can be mended, or nothing."""
     for head, kind in (("refused: ", Refusal), ("error: ", StageError)):
         told = _block(ended.lines, head)
         if told:
-            return kind(f"{stage}: {told}")
+            return kind(f"{name}: {told}")
     return StageCrash(
-        f"{stage} ended without a word of its own",
-        where=f"dvc repro --single-item {stage}",
+        f"{name} ended without a word of its own",
+        where=command,
         expected="exit code 0",
         got=f"exit code {ended.code}; last lines: " + " | ".join(ended.lines[-5:]),
         do="look at the log above; finished work is kept, `dvc repro` goes on from it",

@@ -16,9 +16,10 @@ from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from prefect.states import Completed, Failed
 
-from flows import release, serving
+from flows import beside, release, serving
 from flows.model_card import CARD
 from flows.registry.store import StoreError
+from flows.retrain import measure_beside
 from stages.contracts.errors import LineError, Refusal
 from stages.contracts.params import Promotion, load_promotion
 from stages.contracts.release import RELEASES
@@ -65,16 +66,24 @@ def accept(root: Path, proposal: release.Proposal, words: str) -> release.Releas
 
 
 @flow(name="promote")
-def promote(approval: bool = False, approval_wait_s: int = 24 * 3600, even_if_rolled_back: bool = False) -> State[Any]:
+def promote(
+    approval: bool = False,
+    approval_wait_s: int = 24 * 3600,
+    even_if_rolled_back: bool = False,
+    measure_limit_s: float = 6 * 3600,
+) -> State[Any]:
     """Make the draft that passed gate-deployment production.
 
     Args:
         approval: pause until a person says yes in Prefect; the candidate waits in the registry.
         approval_wait_s: seconds to wait for that word; without one nothing is promoted.
         even_if_rolled_back: promote a draft that was taken out of service, on purpose.
+        measure_limit_s: seconds that measuring the draft beside production's may take.
     """
     root = Path.cwd()
     try:
+        if beside.is_due(root):
+            measure_beside(root, measure_limit_s)
         proposal = propose(root, even_if_rolled_back)
         name = proposal.release.name
         card = (root / RELEASES / name / CARD).read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from flows import artifacts, git_state, line, release, settings
+from flows import artifacts, beside, git_state, line, release, settings
 from flows.notice import notify as tell
 from stages.contracts.errors import LineError
 
@@ -34,9 +34,26 @@ def worth_a_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def stage(name: str, root: Path, time_limit_s: float) -> None:
+def stage(name: str, root: Path, time_limit_s: float, unchanged: bool = False) -> None:
     """Bring one stage up to date; what it prints goes to this task's log."""
+    if unchanged:
+        get_run_logger().info("Stage '%s' didn't change, skipping", name)
+        return
     line.run_stage(name, root, time_limit_s, get_run_logger().info)
+
+
+@task(
+    name=beside.TASK,
+    task_run_name=beside.TASK,
+    retries=len(RETRY_DELAYS_S),
+    retry_delay_seconds=list(RETRY_DELAYS_S),
+    retry_condition_fn=worth_a_retry,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def measure_beside(root: Path, time_limit_s: float) -> None:
+    """The new draft and production's over the same prompts, in one run."""
+    beside.measure(root, time_limit_s, get_run_logger().info)
 
 
 @flow(name="retrain")
@@ -85,10 +102,14 @@ def _retrain(root: Path, promote: bool, stage_time_limit_s: float) -> tuple[str,
     """How it ended in words, and whether it failed."""
     try:
         release.follow(root)  # gate-deployment judges against what is production now
-        for name in line.stage_names(root):
-            _run(name, root, stage_time_limit_s)
+        names = line.stage_names(root)
+        unchanged = line.unchanged(names, root)
+        for name in names:
+            _run(name, root, stage_time_limit_s, name in unchanged)
         if not promote:
             return "The line is up to date; nothing was promoted.", False
+        if beside.is_due(root):
+            measure_beside(root, stage_time_limit_s)
         promoted = release.promote(root)
     except LineError as error:
         return error.text(), True
@@ -102,13 +123,13 @@ def _commit(branch: str, words: str, root: Path) -> None:
     get_run_logger().info("recorded on %s: %s", branch, commit or "nothing changed")
 
 
-def _run(name: str, root: Path, time_limit_s: float) -> None:
+def _run(name: str, root: Path, time_limit_s: float, unchanged: bool) -> None:
     """One stage as a task, then its artifacts.
 
     Raises:
         LineError: the stage's own.
     """
-    state = stage.with_options(name=name, task_run_name=name)(name, root, time_limit_s, return_state=True)
+    state = stage.with_options(name=name, task_run_name=name)(name, root, time_limit_s, unchanged, return_state=True)
     report = line.gate_report(name, root)
     if report is not None:
         artifacts.publish_gate(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +19,19 @@ from stages.drafts._decode import DraftDecoder
 from stages.drafts.eagle3 import read_draft
 from stages.engines import in_process
 from stages.targets import load_target, locate_target
+from stages.targets._decoder import Decoder
 
 
 class BenchHere:
-    """`loaded` has the draft; `never_on` is the engine that never had one."""
+    """`loaded` has the draft in `folder`; `never_on` is the engine that never had one. A target that is loaded may be shared."""
 
     switches = True
     opened_here = True
 
-    def __init__(self, params: Params, positions: int) -> None:
-        target = load_target(locate_target(params.target.origin), params.target.device, params.target.dtype).pack()
-        checkpoint = read_draft(DRAFT)
+    def __init__(self, params: Params, positions: int, folder: Path = DRAFT, target: Decoder | None = None) -> None:
+        if target is None:
+            target = load_target(locate_target(params.target.origin), params.target.device, params.target.dtype).pack()
+        checkpoint = read_draft(folder)
         points = in_process.served_points(checkpoint.layer_ids, target.config.layers)
         draft = DraftDecoder(checkpoint, points=points, embedding=target.embedding, linear=packed_linear)
         self.engine, self.engine_version = in_process.NAME, in_process.version()

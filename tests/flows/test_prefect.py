@@ -14,7 +14,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -36,6 +37,10 @@ class Server:
     env: dict[str, str]
     repo: Path
     worker_log: Path
+    worker: subprocess.Popen[bytes] | None = None
+
+    def start_worker(self) -> None:
+        self.worker = _start(["worker", "start", "--pool", "draftline"], self.env, self.repo, self.worker_log)
 
     def cli(self, *words: str) -> str:
         done = subprocess.run(
@@ -45,7 +50,7 @@ class Server:
         assert done.returncode == 0, f"prefect {' '.join(words)}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def ask(self, path: str, body: object = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data, headers={"content-type": "application/json"})
         for _ in range(30):
@@ -112,14 +117,19 @@ def _give_verdict(repo: Path, success: bool) -> None:
     gate_report("training", ZERO, success).write(repo / "verdict.json")
 
 
-def _make_clone(root: Path, repo_root: Path) -> Path:
+def copy_code(repo_root: Path, repo: Path) -> None:
+    """What a clone needs to be deployed."""
+    for part in ("flows", "stages"):
+        shutil.copytree(repo_root / part, repo / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(repo_root / "prefect.yaml", repo / "prefect.yaml")
+
+
+def make_clone(root: Path, repo_root: Path) -> Path:
     repo = make_repo(root, GRAPH.lstrip())
     (repo / "gate.sh").write_text(GATE)
     (repo / "train.sh").write_text("echo trained\n")
-    for part in ("flows", "stages"):
-        shutil.copytree(repo_root / part, repo / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("prefect.yaml", "params.yaml"):
-        shutil.copyfile(repo_root / file, repo / file)
+    copy_code(repo_root, repo)
+    shutil.copyfile(repo_root / "params.yaml", repo / "params.yaml")
     write_draft(repo)
     (repo / "dvc.lock").unlink()  # DVC writes its own
     _give_verdict(repo, True)
@@ -134,7 +144,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait(ready: Any, what: str, log: Path, limit_s: float = 120) -> None:
+def wait_for(ready: Any, what: str, log: Path, limit_s: float = 120) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         try:
@@ -163,9 +173,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Iterator[Server]:
-    home = tmp_path_factory.mktemp("prefect")
+@contextmanager
+def prefect_server(home: Path, repo: Path, more: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A Prefect server of its own in `home`, the deployments of prefect.yaml in `repo`, and a worker; `more` is environment."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}/api"
     env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")} | {
@@ -177,18 +187,25 @@ def server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Iterato
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    repo = _make_clone(home / "clone", repo_root)
+    env |= more or {}
     running = [_start(["server", "start", "--host", "127.0.0.1", "--port", str(port)], env, home, home / "server.log")]
     it = Server(url, env, repo, home / "worker.log")
     try:
-        _wait(lambda: it.ask("/health") is True, "server", home / "server.log")
+        wait_for(lambda: it.ask("/health") is True, "server", home / "server.log")
         it.cli("work-pool", "create", "draftline", "--type", "process")
         it.cli("--no-prompt", "deploy", "--all")
-        running.append(_start(["worker", "start", "--pool", "draftline"], env, repo, it.worker_log))
+        it.start_worker()
         yield it
     finally:
-        for process in reversed(running):
+        for process in [*([it.worker] if it.worker else []), *running]:
             _stop(process)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("prefect")
+    with prefect_server(home, make_clone(home / "clone", repo_root)) as it:
+        yield it
 
 
 def test_the_deployment_has_its_weekly_schedule_and_one_run_at_a_time(server: Server) -> None:
@@ -233,7 +250,7 @@ def test_a_refusal_fails_the_run_in_the_gates_words_without_a_retry_and_promotes
 
 
 def _pid(path: Path) -> int:
-    _wait(lambda: path.exists() and path.read_text().strip(), str(path), path.parent / "train.sh")
+    wait_for(lambda: path.exists() and path.read_text().strip(), str(path), path.parent / "train.sh")
     return int(path.read_text())
 
 
@@ -255,7 +272,7 @@ def test_a_run_that_is_ended_leaves_no_child(server: Server, how: str) -> None:
         if how == "cancelled":
             server.cli("flow-run", "cancel", run)
         state = server.end_of(run)
-        _wait(lambda: _gone(sleeper), "the sleeper's end", server.worker_log, 40)
+        wait_for(lambda: _gone(sleeper), "the sleeper's end", server.worker_log, 40)
     finally:
         (server.repo / "train.sh").write_text("echo trained\n")
     if how == "time limit":

@@ -61,6 +61,21 @@ def test_a_stage_runs_once_and_is_skipped_after(repo: Path) -> None:
     assert any("didn't change" in said for said in _run("first", repo))
 
 
+def test_stages_before_the_first_that_would_run_are_known_unchanged_at_once(repo: Path) -> None:
+    _run("first", repo)
+    names = line.stage_names(repo)
+    assert line.unchanged(names, repo) == {"first"}
+    (repo / "a.txt").write_text("other bytes\n")
+    try:
+        assert line.unchanged(names, repo) == frozenset()
+    finally:
+        (repo / "a.txt").write_text("made\n")
+
+
+def test_where_dvc_does_not_answer_every_stage_is_asked(tmp_path: Path) -> None:
+    assert line.unchanged(["first"], tmp_path) == frozenset()
+
+
 def test_a_refusing_gate_is_a_refusal_in_the_words_of_its_report(repo: Path) -> None:
     with pytest.raises(Refusal) as told:
         _run("gate-training", repo)
