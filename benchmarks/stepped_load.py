@@ -43,7 +43,7 @@ STAIRS = (1, 2, 4, 8, 16, 8, 4, 2, 1)  # requests at once
 TRACE = Path("logs/stepped_load.json")
 _GOAL = 0.95  # of the better of plain and fixed, every level
 _TOKENS = 16  # an answer
-_LEAST = 3  # requests that a level starts beyond one a place
+_LEAST = 7  # requests that a level starts beyond one a place: at 1, the wait of the hysteresis is a small share of eight answers
 _PROMPTS = 16  # the shortest held-out ones: more time for decoding
 _REPEATS = 4
 _OFF_PAIRS = 6
@@ -106,7 +106,7 @@ class Stairs:
 
 
 def starts(stairs: Sequence[int]) -> list[int]:
-    """Requests that each level starts: one a place, and half as many again, at the least three."""
+    """Requests that each level starts: one a place, and half as many again, at the least seven."""
     return [level + max(level // 2, _LEAST) for level in stairs]
 
 

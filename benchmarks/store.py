@@ -32,7 +32,7 @@ from stages.contracts.manifest import CaptureSpec
 
 ROWS, HIDDEN, REPEATS, READS = 96, 576, 5, 300
 SOURCES, GROWN, PER_FOLDER = 4, 105, 64
-WRITTEN_ROWS, WRITES = 192, 11
+WRITTEN_ROWS, WRITES = 192, 31
 MIN_READS_RATIO, MIN_WRITE_RATIO, MAX_RECOMPUTED = 20.0, 0.8, 1.0
 SPEC = CaptureSpec(
     weights_digest="benchmark",

@@ -94,7 +94,7 @@ def requests(count: int, tokens: int) -> list[Request]:
 
 def test_a_load_up_and_down_the_stairs_is_answered_as_plain_decoding_would(target: Decoder) -> None:
     stairs = (1, 2, 4, 2, 1)
-    asked = requests(34, 10)
+    asked = requests(54, 10)
     plain = InProcess(target, slots=4, positions=40).generate(asked, concurrency=4)
     answers, trace = climb(InProcess(target, slots=4, positions=40), asked, 0, stairs)
     assert trace.switches() == 0 and {p.level for p in trace.passes if p.batch} >= set(range(5))
