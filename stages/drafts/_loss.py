@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stages.drafts._products import filled_up, in_rows
+from stages.drafts._products import filled_up, in_rows, lowered
 
 Loss = Literal["kl", "ce", "lk"]
 _PIECE = 256  # positions at once: [256, 8192] float32 is 8 MB
@@ -156,12 +156,12 @@ class _HeadLoss(torch.autograd.Function):
         kind = teacher.loss
         need_x, need_head = (learn and need for need in ctx.needs_input_grad[:2])
         rows = filled_up if low == torch.bfloat16 else int
-        x_low, head_low = x.new_zeros(len(x) + rows(1), x.shape[1], dtype=low), head.to(low)
+        x_low, head_low = x.new_zeros(len(x) + rows(1), x.shape[1], dtype=low), lowered(head, low)
         x_low[: len(x)] = x
         grad_x = torch.empty_like(x) if need_x else None
         grad_head = torch.zeros_like(head) if need_head else None
         loss_N, best_N = x.new_zeros(len(x)), torch.full_like(asked.label, -1)
-        rooms = x_low.new_zeros(2, rows(min(_PIECE, len(last))), len(head))
+        rooms = x_low.new_empty(2, rows(min(_PIECE, len(last))), len(head))
         for positions, parts in asked.pieces(len(last)):
             p, entropy = (None, None) if kind == "ce" else teacher.distributions(last[positions], low)
             for part, inside in parts:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _ROWS = 64
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def filled_up(rows: int) -> int:
@@ -27,6 +29,16 @@ def in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     made[: len(x)] = x
     made[len(x) :] = 0
     return made
+
+
+def lowered(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`; a frozen one is turned once and kept, for as long as it lives and is not written to."""
+    if weight.requires_grad or weight.dtype == dtype:
+        return weight.to(dtype)
+    kept = _kept.get(weight)
+    if kept is None or kept[0] != weight._version or kept[1].dtype != dtype:
+        kept = _kept[weight] = (weight._version, weight.to(dtype))
+    return kept[1]
 
 
 class _LowLinear(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stages.drafts._products import Linear, filled_up, linear
+from stages.drafts._products import Linear, filled_up, linear, lowered
 from stages.drafts._start import products_dtype
 from stages.drafts.eagle3 import Teacher, look_ahead
 from tests.drafts.reference import CONFIG, make_batch, make_draft, make_teacher
@@ -62,3 +62,13 @@ def test_auto_is_bfloat16_only_where_the_cpu_multiplies_it(
     assert products_dtype("auto", torch.device("cpu")) == expected
     assert products_dtype("float32", torch.device("cpu")) == F32
     assert products_dtype("auto", torch.device("cuda")) == LOW
+
+
+def test_a_frozen_weight_is_turned_once_and_again_when_it_is_written_to() -> None:
+    weight = torch.randn(8, 4)
+    first = lowered(weight, LOW)
+    assert torch.equal(first, weight.to(LOW)) and lowered(weight, LOW) is first
+    weight.mul_(2)
+    assert torch.equal(lowered(weight, LOW), weight.to(LOW))
+    trained = torch.randn(8, 4, requires_grad=True)
+    assert lowered(trained, LOW) is not lowered(trained, LOW)
