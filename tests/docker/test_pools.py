@@ -41,8 +41,8 @@ def test_every_place_of_a_template_has_a_variable_and_every_variable_a_place(rep
 
 
 def test_a_docker_run_is_no_root_and_has_the_clone_and_the_gpus(repo_root: Path) -> None:
-    made = configured(repo_root, "docker", clone="/srv/line")
-    assert made.volumes == ["/srv/line:/line"] and made.image == "draftline-pipeline:0.1.0"
+    made = configured(repo_root, "docker", clone="/volumes/line")
+    assert made.volumes == ["/volumes/line:/line"] and made.image == "draftline-pipeline:0.1.0"
     told = made.container_create_kwargs
     assert told["user"] == "10001:10001" and told["cap_drop"] == ["ALL"] and not made.privileged
     assert told["device_requests"][0]["Capabilities"] == [["gpu"]]
