@@ -8,6 +8,7 @@ in. Folders that reuse rows of finished ones need the cache and are left to `fin
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -93,7 +94,7 @@ def connect(params: Params) -> Any:
         ray.init(
             **words,
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1])}},
         )
     except (OSError, ValueError) as error:
