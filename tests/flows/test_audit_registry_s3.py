@@ -16,6 +16,7 @@ import pytest
 
 from flows.registry.blobs import blob_key
 from flows.registry.store import open_store
+from stages.contracts.draft import DraftRecord
 from stages.contracts.params import load_registry
 from stages.contracts.release import ReleaseRecord
 from tests import line
@@ -120,10 +121,15 @@ def test_a_fresh_clone_answers_by_source_by_row_and_by_difference(fresh: Fresh, 
     assert done.returncode == 0 and (tmp_path / "events.jsonl").read_text().count("\n") == 20
 
 
+def _forged(body: bytes) -> bytes:
+    """A draft's record in canonical bytes, valid in every field."""
+    return DraftRecord.model_validate_json(body).model_copy(update={"steps_ahead": 9}).canonical()
+
+
 def test_a_tampered_blob_of_s3_is_named_and_answers_do_not_follow_it(fresh: Fresh) -> None:
     record = ReleaseRecord.model_validate_json(fresh.changed(f"records/{fresh.new}.json", lambda body: body))
     key = blob_key(record.files["draft/draft_record.json"])
-    good = fresh.changed(key, lambda body: body.replace(b'"steps_ahead":3', b'"steps_ahead":4'))
+    good = fresh.changed(key, _forged)
     done, told = fresh.cli(fresh.new), fresh.cli("--source", "tools")
     untouched = fresh.cli("--json", fresh.old)
     fresh.changed(key, lambda _: good)
@@ -133,7 +139,6 @@ def test_a_tampered_blob_of_s3_is_named_and_answers_do_not_follow_it(fresh: Fres
     found = json.loads(untouched.stdout)
     assert untouched.returncode == 1 and found["releases"][0]["sound"], "the registry is at fault, this release is not"
     assert [f["what"] for f in found["registry"]] == ["A file in the registry is not what its name says"]
-    assert fresh.cli(fresh.new).returncode == 0
     store = open_store(load_registry(fresh.root / "params.yaml"), fresh.root)
     store.delete(key)
     done = fresh.cli(fresh.new)
@@ -141,7 +146,7 @@ def test_a_tampered_blob_of_s3_is_named_and_answers_do_not_follow_it(fresh: Fres
     assert done.returncode == 1 and "missing: The release does not hold the draft's record" in done.stdout
 
 
-@pytest.mark.parametrize("words", [(), ("--source", "talk"), ("a", "b")])
+@pytest.mark.parametrize("words", [(), ("--source", "talk")])
 def test_wrong_keys_and_a_missing_bucket_are_told_in_the_registrys_words(fresh: Fresh, words: tuple[str, ...]) -> None:
     done = fresh.cli(*words, AWS_SECRET_ACCESS_KEY="wrong-one")
     assert done.returncode == 2 and done.stderr.startswith("error: S3 refuses this secret key\n"), done.stderr
