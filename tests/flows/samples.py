@@ -24,7 +24,7 @@ from stages.contracts.evidence import (
     ServingPolicy,
     TrainMetrics,
 )
-from stages.contracts.files import canonical, file_digest, write_whole
+from stages.contracts.files import file_digest, write_whole
 from stages.contracts.manifest import CaptureSpec, TargetIdentity
 from stages.contracts.report import Check, GateName, GateReport, evidence_digests, report_path
 
@@ -176,12 +176,16 @@ def write_evidence(root: Path, draft_digest: str, accept_length: float = 1.6) ->
 
 
 def write_draft(
-    root: Path, weights: bytes = b"weights", accept_length: float = 1.6, passed: bool = True
+    root: Path,
+    weights: bytes = b"weights",
+    accept_length: float = 1.6,
+    passed: bool = True,
+    config: bytes = b'{"hidden_size": 8}',
 ) -> DraftRecord:
     """models/draft, its evidence and three gate reports, and a dvc.lock."""
     folder = root / DRAFT
     write_whole(folder / "model.safetensors", weights)
-    write_whole(folder / "config.json", canonical({"hidden_size": 8}))
+    write_whole(folder / "config.json", config)
     record = DraftRecord(
         target=TargetIdentity(
             name="tiny",
