@@ -1,7 +1,7 @@
 """The audit: what a release was trained on, byte for byte, and whether all of it still is what it was.
 
 python -m flows.audit                    the current release, as a tree; exit code 1 if anything is wrong, naming it
-python -m flows.audit NAME               another one; --all for every release
+python -m flows.audit NAME               another one, of this clone or of the registry; --all for every release
 python -m flows.audit A B                what changed between two releases
 python -m flows.audit --source NAME      which drafts used a source (name, licence, kind or digest)
 python -m flows.audit --row ID           which drafts used a row
@@ -23,24 +23,26 @@ from flows.auditing.bytes import Hashed
 from flows.auditing.model import Audit, Finding
 from flows.auditing.page import write_page
 from flows.auditing.registered import store_faults
-from flows.auditing.releases import FolderReleases, Releases
+from flows.auditing.registry_releases import NearestReleases
+from flows.auditing.releases import Releases
 from flows.auditing.standing import registry_faults
 from flows.auditing.unreleased import unreleased
 from flows.auditing.walk import Walk
 from flows.registry.store import open_store
 from stages.contracts.errors import LineError, run
-from stages.contracts.params import load_params
+from stages.contracts.params import load_registry
 from stages.contracts.progress import progress
 from stages.contracts.repository import demand_repository
 
-_HASHED = ("releases", "data", "models", ".dvc/cache/files", ".cache/targets")
+_HASHED = ("data", "models", ".dvc/cache/files", ".cache/targets")
 
 
 def audit(store: Releases, names: Sequence[str], root: Path, hash_all: bool = True) -> list[Audit]:
     """Audit these releases; a file that several of them share is hashed once."""
     if not hash_all:
         return [Walk(store, name, root, Hashed(), hash_all=False).run() for name in names]
-    with progress(_size(root), "audit", "bytes at most") as advance:
+    total = _size(root) + sum(store.size_bytes(name) for name in names)
+    with progress(total, "audit", "bytes at most") as advance:
         hashed = Hashed(advance)
         return [Walk(store, name, root, hashed).run() for name in names]
 
@@ -131,12 +133,14 @@ def main() -> None:
     """Audit, compare or answer, from the repository root."""
     asked = _asked()
     demand_repository()
-    root, store = Path(), FolderReleases(Path())
+    root, settings = Path(), load_registry()
+    registry = open_store(settings, root)
+    store = NearestReleases(root, registry)
     if asked.source is not None or asked.row is not None:
         return _answer(store, asked, root)
     if len(asked.releases) == 2 and not asked.all:
         return _compare(store, asked, root)
-    faults = [*registry_faults(store), *store_faults(open_store(load_params().registry, root))]
+    faults = [*registry_faults(store, settings.keep_releases), *store_faults(registry)]
     # a damaged pointer is a finding, and every release is looked at
     audits = audit(store, chosen(store, asked.releases, asked.all or bool(faults and not asked.releases)), root)
     _show(audits, faults, asked.json)

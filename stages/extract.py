@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stages._extract_ray import scatter
 from stages.bridges.identity import bridge_digest, fingerprint
 from stages.bridges.stores import open_store
 from stages.capture.adopted import Adoption
@@ -216,9 +217,12 @@ def main() -> None:
     here = params.capture.engine == "in_process"
     if told.todo and not adoption and here:
         tell_hours(target(), told, cache, params)
+    if params.capture.ray:
+        scatter(plans, cache, folder, params)
     with ExitStack() as opened:
         took = finish_folders(states_of, plans, cache, params.capture.tokens_per_batch, told.todo_tokens)
-    if took > _WORTH_REMEMBERING_S and told.todo and not adoption and here:
+    alone = here and not adoption and not params.capture.ray
+    if took > _WORTH_REMEMBERING_S and told.todo and alone:
         remember_rate(cache.root, device_name(params.target.device), told.todo_tokens / took)
     known = len(cache.damages)
     folders = link_folders(plans, cache, HIDDEN_STATES)

@@ -37,7 +37,7 @@ class Hashed:
 
     def __init__(self, advance: Callable[[float], None] = lambda amount: None) -> None:
         self._known: dict[tuple[object, ...], object] = {}
-        self._advance = advance
+        self.advance = advance
 
     def of(self, path: Path) -> Hashes:
         """Raises: FileNotFoundError."""
@@ -49,7 +49,7 @@ class Hashed:
         key = (at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, what)
         if key not in self._known:
             self._known[key] = look()
-            self._advance(at.st_size)
+            self.advance(at.st_size)
         found: Found = self._known[key]  # type: ignore[assignment]
         return found
 

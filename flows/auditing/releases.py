@@ -28,6 +28,10 @@ class Releases(Protocol):
         """Every file of a release, by its path within it."""
         ...
 
+    def size_bytes(self, name: str) -> int:
+        """Bytes of all its files together."""
+        ...
+
     def open(self, name: str, file: str) -> BinaryIO:
         """Raises: FileNotFoundError: the release has no such file."""
         ...
@@ -58,6 +62,10 @@ class FolderReleases:
     def files(self, name: str) -> list[str]:
         folder = self.root / RELEASES / name
         return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+    def size_bytes(self, name: str) -> int:
+        folder = self.root / RELEASES / name
+        return sum((folder / file).stat().st_size for file in self.files(name))
 
     def open(self, name: str, file: str) -> BinaryIO:
         try:

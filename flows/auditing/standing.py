@@ -17,8 +17,12 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)")
 _WORDS = {"at", "action", "release", "before", "draft"}
 
 
-def registry_faults(store: Releases) -> list[Finding]:
-    """What is wrong beside the releases themselves."""
+def registry_faults(store: Releases, keep_releases: int | None = None) -> list[Finding]:
+    """What is wrong beside the releases themselves.
+
+    Args:
+        keep_releases: as retention keeps them: what lies further back than so many may be gone. None = all have to be there.
+    """
     names = set(store.names())
     try:
         pointers = store.pointers()
@@ -43,13 +47,20 @@ def registry_faults(store: Releases) -> list[Finding]:
                     do="if a promotion was killed, promote again and it is settled; else find out who moved the pointer")
         )  # fmt: skip
     faults += _mistold(store, entries, names)
-    gone = sorted({str(e["release"]) for e in entries} - names)
+    gone = sorted(_demanded(entries, keep_releases) - names)
     faults += [
         Finding("missing", "A release of the ledger is not there", store.where(name), expected=name,
                 do="restore it from a backup: no rollback leads to it until then")
         for name in gone
     ]  # fmt: skip
     return faults
+
+
+def _demanded(entries: list[dict[str, Any]], keep_releases: int | None) -> set[str]:
+    """Releases of the ledger that have to be there: those that rollback leads to, where the last entry tells its walk."""
+    if keep_releases is not None and entries and "walk" in entries[-1]:
+        return {str(name) for name in entries[-1]["walk"][-keep_releases:]}
+    return {str(entry["release"]) for entry in entries}
 
 
 def _mistold(store: Releases, entries: list[dict[str, Any]], names: set[str]) -> Iterator[Finding]:

@@ -25,6 +25,9 @@ class Nothing:
     def files(self, name: str) -> list[str]:
         return []
 
+    def size_bytes(self, name: str) -> int:
+        return 0
+
     def open(self, name: str, file: str) -> BinaryIO:
         raise FileNotFoundError(f"{name}/{file}")
 

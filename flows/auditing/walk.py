@@ -23,6 +23,7 @@ from stages.contracts.provenance import KEPT_LOCK, Lock, read_lock
 from stages.contracts.release import ReleaseRecord
 from stages.contracts.report import GateReport
 
+_WEIGHTS = "draft/model.safetensors"
 _AGAIN = "take it from a backup or from another copy of the registry; if there is none, promote the draft again"
 _EVIDENCE = {str(p): f"evidence/{p.name}" for p in (TRAIN_METRICS, SERVE_EVIDENCE, BENCHMARK_EVIDENCE)}
 _EVIDENCE[str(POLICY)] = POLICY.name
@@ -98,7 +99,7 @@ class Walk:
             key = "engine"
             engine = Thing(key, "engine", f"{record.engine} {record.engine_version}", copies=list(top.copies))
             self.audit.add(engine, "release", "was served and measured by")
-        return record
+        return record if good or self.hash_all else None  # an answer follows nothing that is not as its name says
 
     def read(self, file: str) -> bytes | None:
         """A file of the release, or nothing."""
@@ -113,12 +114,16 @@ class Walk:
         thing = self.audit.add(Thing(key, kind, title, expected), above, label)
         where = self.where(file)
         self.checked.add(file)
+        if file == _WEIGHTS and not self.hash_all:
+            return thing
         try:
             with self.store.open(self.name, file) as handle:
-                found = hashes(handle).sha256
+                told = hashes(handle)
         except FileNotFoundError:
             self.audit.blame("missing", f"The release does not hold {title}", where, expected=expected, do=_AGAIN)
             return thing
+        found = told.sha256
+        self.hashed.advance(told.size)
         thing.copies.append(Copy("release", where, found == expected, "" if found == expected else found))
         if found != expected:
             self.audit.blame("altered", f"{title} of the release is not what {above} names", where,
@@ -129,7 +134,7 @@ class Walk:
         file = "draft/draft_record.json"
         thing = self.kept("draft", "draft", "the draft's record", file, record.draft_digest, "release", "serves")
         draft = fact_of(DraftRecord, self.read(file) or b"")
-        if draft is None:
+        if draft is None or (thing.state != "verified" and not self.hash_all):
             return None
         thing.title = f"draft of {draft.target.name}"
         thing.facts |= {

@@ -195,7 +195,11 @@ def _config(told: Told, config: dict[str, Any]) -> None:
             "note", "Written in speculators' format: vLLM serves it; for SGLang export it as LlamaForCausalLMEagle3"
         )
     if config.get("norm_before_fc") or eagle.get("norm_before_fc"):
-        told.add("risk", "norm_before_fc is set: SGLang ignores it and its weight", "serve it with vLLM")
+        told.add(
+            "risk",
+            "norm_before_fc is set: SGLang's Kimi-K2.5 class ignores it and its weight; its Llama class reads it in 0.5.23",
+            "look for norm_before_fc in sglang/srt/models/llama_eagle3.py of the version that serves, or serve it with vLLM",
+        )
     layers = whole(config.get("num_hidden_layers"))
     if layers is not None and layers != 1:
         told.add("note", f"num_hidden_layers is {layers}; EAGLE-3 drafts have one")

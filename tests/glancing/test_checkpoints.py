@@ -93,7 +93,7 @@ def test_engines_take_their_default_where_ids_are_not_where_they_read_them(tmp_p
         (lambda d: stores.draft(d, max_position_embeddings=2048), "risk", "max_position_embeddings is 2048"),
         (lambda d: stores.draft(d, block="layers.0"), "risk", "The block is called layers.0.*: SGLang knows midlayer.*"),
         (lambda d: stores.draft(d, eagle_config={IDS: [2, 30, 58], "use_aux_hidden_state": False}), "fault", "use_aux_hidden_state is false"),
-        (lambda d: stores.draft(d, norm_before_fc=True), "risk", "norm_before_fc is set: SGLang ignores it"),
+        (lambda d: stores.draft(d, norm_before_fc=True), "risk", "norm_before_fc is set: SGLang's Kimi-K2.5 class ignores it"),
         (lambda d: stores.draft(d, num_hidden_layers=2), "note", "num_hidden_layers is 2"),
         (lambda d: stores.draft(d, eagle_config={IDS: [-1, 2, 30], "use_aux_hidden_state": True}), "risk", "SGLang < 0.5.13, SGLang ≥ 0.5.13 would feed it the embedding (point 0)"),
     ],
