@@ -191,7 +191,7 @@ def prefect_server(home: Path, repo: Path, more: Mapping[str, str] | None = None
     running = [_start(["server", "start", "--host", "127.0.0.1", "--port", str(port)], env, home, home / "server.log")]
     it = Server(url, env, repo, home / "worker.log")
     try:
-        wait_for(lambda: it.ask("/health") is True, "server", home / "server.log")
+        wait_for(lambda: it.ask("/health") is True, "server", home / "server.log", 300)
         it.cli("work-pool", "create", "draftline", "--type", "process")
         it.cli("--no-prompt", "deploy", "--all")
         it.start_worker()
