@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from functools import cache as cache_once
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stages.capture import finishing
 from stages.capture.rows import FolderPlan, Row
 from stages.capture.spill import capture_rows
 from stages.capture.store import RowFolder
@@ -181,7 +181,7 @@ def _answer(ray: Any, done: Any, plan: FolderPlan) -> str:
 
 
 def take_in(plan: FolderPlan, config: FolderConfig, cache: WorkCache) -> None:
-    """Note a worker's folder once its bytes, read here, are those of its config and its rows those of `plan`.
+    """Note a worker's folder once its bytes, read here, are those of its config.
 
     Raises:
         DataError: they are not.
@@ -198,7 +198,4 @@ def take_in(plan: FolderPlan, config: FolderConfig, cache: WorkCache) -> None:
         )
     folder = RowFolder(path)
     folder.verify()
-    if not cache.note(config):
-        print(
-            f"extract: {plan.name}: computed again to other bits than those that were lost", file=sys.stderr, flush=True
-        )
+    finishing.take_in(plan, config, cache)

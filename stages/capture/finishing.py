@@ -38,6 +38,12 @@ def compute(
             yield from states_of(rows)
 
 
+def take_in(plan: FolderPlan, config: FolderConfig, cache: WorkCache) -> None:
+    """Note a folder that was just finished, and tell when it has other bits than the one that was lost."""
+    if not cache.note(config):
+        print(f"extract: {plan.name}: {_OTHER_BITS}", file=sys.stderr, flush=True)
+
+
 def finish_folders(
     states_of: StatesOf, plans: Sequence[FolderPlan], cache: WorkCache, tokens_per_batch: int, tokens: int
 ) -> float:
@@ -66,8 +72,7 @@ def finish_folders(
                 groups = cache.cut(plan, tokens_per_batch)
                 states = cache.states(plan, counted(compute(states_of, plan, cache, groups)))
                 config = write_folder(cache.path(plan.row_ids), plan, cache.capture, states, groups)
-                if not cache.note(config):
-                    print(f"extract: {plan.name}: {_OTHER_BITS}", file=sys.stderr, flush=True)
+                take_in(plan, config, cache)
     return time.monotonic() - started
 
 

@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.flows.s3 import free_ports
 
 _UP_S = 60.0
 
@@ -57,12 +58,6 @@ def _as_whom() -> dict[str, Any]:
     return {"user": "nobody", "group": "nogroup", "extra_groups": []} if os.geteuid() == 0 else {}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def postgres() -> Iterator[Cluster]:
     """A server with a user `draftline` who has a password; skips in words where PostgreSQL is not installed."""
@@ -80,7 +75,7 @@ def postgres() -> Iterator[Cluster]:
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     secret.unlink()
-    cluster = Cluster(where, _free_port(), password, folder.parent / f"{folder.name}.log")
+    cluster = Cluster(where, free_ports(1)[0], password, folder.parent / f"{folder.name}.log")
     settings = {"listen_addresses": "127.0.0.1", "port": cluster.port, "unix_socket_directories": "", "fsync": "off"}
     told = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
     with cluster.log.open("wb") as log:
