@@ -31,8 +31,8 @@ def asked(item: Item, prepare: Prepare, renderer: Renderer) -> Candidate:
     return asked_row(item, renderer.prompt(item.messages, item.tools), prepare)
 
 
-def asked_row(item: Item, ids: Sequence[int], prepare: Prepare) -> Candidate:
-    """The prompt `item`, which has the token ids `ids`."""
+def asked_row(item: Item, ids: npt.ArrayLike, prepare: Prepare) -> Candidate:
+    """The prompt `item`, which has the token ids `ids` [T]."""
     array = np.asarray(ids, np.int32)
     return _make(item.item, prompt_id(array), array, item.messages, prepare)
 

@@ -21,22 +21,23 @@ Ids = npt.NDArray[np.int32]
 
 
 class AddedTokens:
-    """The added tokens of a tokenizer. `exact` tells whether ids can be placed by them alone."""
+    """The added tokens of a tokenizer: `ids` by text, and a `pattern` that finds them. `exact` tells whether ids can be placed
+    by them alone."""
 
     def __init__(self, backend: Any, added: Mapping[int, Any]) -> None:
-        self._ids = {str(token): number for number, token in added.items()}
+        self.ids = {str(token): number for number, token in added.items()}
         bare = not any(t.lstrip or t.rstrip or t.single_word or t.normalized for t in added.values())
-        self.exact = bool(self._ids) and bare and _is_byte_level(backend)
-        texts = sorted(self._ids, key=len, reverse=True)
+        self.exact = bool(self.ids) and bare and _is_byte_level(backend)
+        texts = sorted(self.ids, key=len, reverse=True)
         common = _opening(texts)  # the search for a plain prefix is many times as fast as one for a choice
         rests = "|".join(re.escape(t[len(common) :]) for t in texts)
-        self._pattern = re.compile(f"{re.escape(common)}(?:{rests})")
-        self._known = np.zeros(max(self._ids.values(), default=-1) + 2, bool)  # the last slot stands for all higher ids
-        self._known[list(self._ids.values())] = True
+        self.pattern = re.compile(f"{re.escape(common)}(?:{rests})")
+        self._known = np.zeros(max(self.ids.values(), default=-1) + 2, bool)  # the last slot stands for all higher ids
+        self._known[list(self.ids.values())] = True
 
     def placed(self, text: str, ids: Ids) -> Placed | None:
         """The added tokens of `text` and of its `ids`, i32 [tokens]; None when the two are not the same, one by one."""
-        found = [(m.end(), self._ids[m.group()]) for m in self._pattern.finditer(text)]
+        found = [(m.end(), self.ids[m.group()]) for m in self.pattern.finditer(text)]
         at = np.flatnonzero(self._known[np.minimum(ids, len(self._known) - 1)])
         if ids[at].tolist() != [number for _, number in found]:
             return None

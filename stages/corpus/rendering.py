@@ -18,15 +18,12 @@ import contextlib
 import datetime
 import json
 import re
-from array import array as array_of
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
+from stages.corpus.by_word import Ids
 from stages.corpus.items import Message, RowFault
 from stages.corpus.reasoning import beyond_thought
 from stages.corpus.template import Encoded, Template
@@ -54,7 +51,7 @@ class Rendered:
 class GivenRow:
     """The same as arrays: ids i32 [T] and mask bytes [T]."""
 
-    ids: npt.NDArray[np.int32]
+    ids: Ids
     mask: bytes
     messages: int
 
@@ -75,7 +72,9 @@ class Renderer:
             ParamsError: the template writes today's date and prepare.rendering.date is not set.
         """
         date = datetime.date.fromisoformat(rendering.date) if rendering.date else None
-        self._template = Template(folder, rendering.template_arguments, date)
+        self._template = Template(
+            folder, rendering.template_arguments, date, words_once=rendering.tokenise == "by_word"
+        )
         self._turns = Turns(self._template, rendering)
         tokenizer = self._template.tokenizer
         self.end_ids = _end_ids(folder, tokenizer)
@@ -183,7 +182,7 @@ class Renderer:
 
     def prompt_many(
         self, conversations: Sequence[tuple[Sequence[Message], Sequence[dict[str, Any]]]]
-    ) -> list[list[int] | RowFault]:
+    ) -> list[Ids | RowFault]:
         """What `prompt` gives or raises of each, tokenised together."""
         texts: list[str | RowFault] = []
         for messages, tools in conversations:
@@ -208,11 +207,10 @@ class Renderer:
             rest = rest.replace(token, "")
         return rest != said and rest.strip() in ("", "assistant")
 
-    def _row(self, run: Sequence[Turn], ids: list[int], added: int) -> GivenRow:
+    def _row(self, run: Sequence[Turn], ids: Ids, added: int) -> GivenRow:
         """One row: the last turn's text, with every turn of the run supervised. `ids`: of that text."""
         template, text = self._template, run[-1].whole
-        array = np.frombuffer(array_of("i", ids), np.int32)
-        placed = template.added.placed(text, array) if template.added.exact else None
+        placed = template.added.placed(text, ids) if template.added.exact else None
         encoded: Encoded | None = None
         mask = bytearray(len(ids))
         end = 0
@@ -229,9 +227,9 @@ class Renderer:
                 )
             end = self._end_of_answer(ids, start, stop)
             mask[start:end] = b"\1" * (end - start)
-        return GivenRow(array[:end], bytes(mask[:end]), run[-1].index + 1 - added)
+        return GivenRow(ids[:end], bytes(mask[:end]), run[-1].index + 1 - added)
 
-    def _end_of_answer(self, ids: Sequence[int], start: int, stop: int) -> int:
+    def _end_of_answer(self, ids: Ids, start: int, stop: int) -> int:
         """End of the answer in start..stop: after its end-of-turn token. What the template writes behind it (a newline in
         ChatML) no model generates."""
         return next((i + 1 for i in range(stop - 1, start - 1, -1) if ids[i] in self.end_ids), stop)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.contracts.errors import DataError, ParamsError
+from stages.corpus.by_word import ByWord, Ids, by_word, encode_whole
 from stages.corpus.items import Message, RowFault
 from stages.corpus.marks import AddedTokens
 from stages.corpus.skeleton import Skeletons
@@ -59,12 +60,15 @@ class Encoded:
 class Template:
     """The tokenizer and chat template of a target's folder."""
 
-    def __init__(self, folder: Path, arguments: Mapping[str, Any], date: datetime.date | None) -> None:
+    def __init__(
+        self, folder: Path, arguments: Mapping[str, Any], date: datetime.date | None, *, words_once: bool = True
+    ) -> None:
         """Load tokenizer.json, tokenizer_config.json and, where there is one, chat_template.jinja.
 
         Args:
             arguments: what the server's requests give the template beside messages and tools (`chat_template_kwargs`).
             date: what a template that writes today's date is to write.
+            words_once: tokenise many texts word by word (by_word.py), where the tokenizer allows it.
 
         Raises:
             DataError: no chat template.
@@ -80,7 +84,7 @@ class Template:
                 expected="chat_template in tokenizer_config.json, or chat_template.jinja",
                 do="fetch the target again; a template guessed here would differ from the server's",
             )
-        self._folder, self._arguments, self._date = folder, dict(arguments), date
+        self._folder, self._arguments, self._date, self._words_once = folder, dict(arguments), date, words_once
         self._backend, self._bos = self.tokenizer.backend_tokenizer, self.tokenizer.bos_token_id
         self._added = {i: str(token) for i, token in self.tokenizer.added_tokens_decoder.items()}
         self.added = AddedTokens(self._backend, self.tokenizer.added_tokens_decoder)
@@ -124,19 +128,27 @@ class Template:
             DataError: it opens with two beginning-of-sequence tokens.
         """
         encoding = self._backend.encode(text, add_special_tokens=False)
-        return Encoded(self._with_one_bos(encoding.ids), encoding)
+        self._demand_one_bos(encoding.ids[:2])
+        return Encoded(encoding.ids, encoding)
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids alone of many rendered texts, those that `encode` gives of each; a fifth faster.
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids alone of many rendered texts, i32 [tokens], those that `encode` gives of each.
 
         Raises:
             DataError: one opens with two beginning-of-sequence tokens.
         """
-        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [self._with_one_bos(e.ids) for e in encoded]
+        made = self._by_word.encode(texts) if self._by_word else encode_whole(self._backend, texts)
+        for ids in made:
+            self._demand_one_bos(ids[:2].tolist())
+        return made
 
-    def _with_one_bos(self, ids: list[int]) -> list[int]:
-        if self._bos is not None and (opening := ids[:2]) == [self._bos, self._bos]:
+    @cached_property
+    def _by_word(self) -> ByWord | None:
+        added = self.added
+        return by_word(self._backend, added.ids, added.pattern) if self._words_once and added.exact else None
+
+    def _demand_one_bos(self, opening: list[int]) -> None:
+        if self._bos is not None and opening == [self._bos, self._bos]:
             raise DataError(
                 "A rendered conversation starts with two BOS tokens",
                 where="the target's chat template",
@@ -144,7 +156,6 @@ class Template:
                 got=f"ids {opening}",
                 do="mend the template of the target",
             )
-        return ids
 
     def boundary(self, encoded: Encoded, before: str) -> int | None:
         """How many tokens of `encoded` are those of its opening text `before` alone; None when the two part elsewhere.

@@ -49,6 +49,7 @@ class Rendering(Section):
     dropped_reasoning: Literal["restore", "reject"]
     empty_reasoning: Literal["skip", "keep"]
     unknown_tools: Literal["as_text", "reject"]
+    tokenise: Literal["by_word", "whole"] = "by_word"
 
     @field_validator("date", mode="before")
     @classmethod

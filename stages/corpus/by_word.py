@@ -1,0 +1,206 @@
+"""Text to token ids a word at a time, each word tokenised once: the ids that the tokenizer gives of the whole.
+
+Byte-level tokenizers (GPT-2's and all that follow it) cut text into words before they merge anything, and a single space
+between two characters that are no space begins a word. Text cut there, and at its added tokens, gives the same ids part
+by part; and parts recur, so that most of a text's are looked up. The tokenizer itself makes the ids of every part, and all
+that is no such cut (line breaks, runs of spaces) stays within one.
+
+Whether a tokenizer is of this kind is not read off its name: `by_word` has it tokenise words that stand for the classes of
+characters its rules can tell apart, each behind each. Besides, of every call one text is tokenised as a whole, and a
+difference stops the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stages.contracts.errors import DataError
+
+Ids = npt.NDArray[np.int32]
+
+_KEPT = 1 << 18  # parts, about 50 MB
+_LONGEST = 48  # characters of a part that is kept: longer ones hardly recur
+_ALONE, _FIRST, _REST = range(
+    3
+)  # what stands between added tokens: without a space, before its first space, behind a space
+_BEFORE = ("", "", " ")
+_SPACE = "\u0120"  # how byte-level tokens spell a space
+_TOGETHER = 512  # words that are one text for the tokenizer
+_CUT = re.compile(r"(?<=\S) (?=\S)")
+_Unknown = tuple[int, tuple[int, str]]  # where it stands among the parts; which of the three it is, and its text
+
+_PIECES = (
+    "a",
+    "B",
+    "é",
+    "中",
+    "あ",
+    "ア",
+    "한",
+    "ا",
+    "ก",
+    "क\u093f",
+    "7",
+    "٣",
+    "²",
+    "Ⅷ",
+    "e\u0301",
+    "'s",
+    "’t",
+    "-",
+    "_",
+    "。",
+)
+_PIECES += (
+    "(",
+    "$",
+    "😀",
+    "👩\u200d💻",
+    "\u00ad",
+    "\ufeff",
+    "\x07",
+    "ª",
+    "ǅ",
+    "\ue000",
+    "\n",
+    "\r\n",
+    "\t",
+    "\u00a0",
+    "\u3000",
+)
+_ROUNDS = 8  # of the words that are tried, each in an order of its own
+
+
+class ByWord:
+    """Tokenises by parts kept from text to text. Not for several threads at once."""
+
+    def __init__(self, backend: Any, added: Mapping[str, int], pattern: re.Pattern[str]) -> None:
+        """`backend`: a tokenizer for which this holds (`by_word`). `added`: its added tokens, which `pattern` finds."""
+        self._backend, self._calls = backend, 0
+        self._added = {token: np.int32(number).tobytes() for token, number in added.items()}
+        self._split = re.compile(f"({pattern.pattern})").split
+        self._spaced = np.zeros(backend.get_vocab_size(with_added_tokens=True), bool)
+        self._spaced[[i for token, i in backend.get_vocab(with_added_tokens=False).items() if _SPACE in token]] = True
+        self._kept: tuple[dict[str, bytes], ...] = ({}, {}, {})  # by _ALONE, _FIRST, _REST: part to ids, i32
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, i32 [tokens]; no special tokens are added.
+
+        Raises:
+            DataError: the tokenizer gives other ids of a whole text.
+        """
+        if sum(map(len, self._kept)) > _KEPT:
+            for kept in self._kept:
+                kept.clear()
+        cut = [self._parts(text) for text in texts]
+        made = self._made(dict.fromkeys(part for _, unknown in cut for _, part in unknown))
+        for found, unknown in cut:
+            for at, part in unknown:
+                found[at] = made[part]
+        for kind, part in made:
+            if len(part) <= _LONGEST and (kind == _ALONE or (_ends(part) and (kind == _FIRST or _opens(part)))):
+                self._kept[kind][part] = made[kind, part]
+        joined = [np.frombuffer(b"".join(found), np.int32) for found, _ in cut]
+        self._compare(texts, joined)
+        return joined
+
+    def _made(self, new: Collection[tuple[int, str]]) -> dict[tuple[int, str], bytes]:
+        """Ids of parts. Words behind a space go to the tokenizer together: each has one space, and it opens its first token."""
+        words = [key for key in new if key[0] == _REST and " " not in key[1] and _ends(key[1])]
+        others = list(set(new).difference(words))
+        together = [
+            "".join(f" {part}" for _, part in words[i : i + _TOGETHER]) for i in range(0, len(words), _TOGETHER)
+        ]
+        ids = np.concatenate([np.zeros(0, np.int32), *encode_whole(self._backend, together)])
+        starts = np.flatnonzero(self._spaced[ids])
+        cuts = itertools.pairwise([*starts.tolist(), len(ids)])
+        made = {key: ids[a:b].tobytes() for key, (a, b) in zip(words, cuts, strict=True)}
+        found = encode_whole(self._backend, [_BEFORE[kind] + part for kind, part in others])
+        return made | {key: ids.tobytes() for key, ids in zip(others, found, strict=True)}
+
+    def _parts(self, text: str) -> tuple[list[bytes], list[_Unknown]]:
+        """Ids of a text's parts, and the parts whose ids are not kept."""
+        found: list[bytes] = []
+        unknown: list[_Unknown] = []
+        for i, piece in enumerate(self._split(text)):
+            if i % 2:
+                found.append(self._added[piece])
+            elif piece:
+                parts = piece.split(" ")
+                ids = self._look_up(parts)
+                last = len(parts) - 1
+                new = [(k, parts[k]) for k, known in enumerate(ids) if known is None]
+                if not all((not k or _opens(part)) and (k == last or _ends(part)) for k, part in new):
+                    parts = _CUT.split(piece)
+                    ids = self._look_up(parts)
+                if None in ids:
+                    kinds = itertools.chain([_FIRST if len(parts) > 1 else _ALONE], itertools.repeat(_REST))
+                    told = enumerate(zip(kinds, parts, ids, strict=False), len(found))
+                    unknown += [(at, (kind, part)) for at, (kind, part, known) in told if known is None]
+                found += ids  # type: ignore[arg-type]
+        return found, unknown
+
+    def _look_up(self, parts: Sequence[str]) -> list[bytes | None]:
+        alone, first, rest = self._kept
+        if len(parts) == 1:
+            return [alone.get(parts[0])]
+        return [first.get(parts[0]), *map(rest.get, itertools.islice(parts, 1, None))]
+
+    def _compare(self, texts: Sequence[str], found: Sequence[Ids]) -> None:
+        if not texts:
+            return
+        i = self._calls % len(texts)
+        self._calls += 1
+        (whole,) = encode_whole(self._backend, texts[i : i + 1])
+        if not np.array_equal(whole, found[i]):
+            raise DataError(
+                "A text tokenised word by word has other ids than as a whole",
+                where=f"a conversation that opens with {texts[i][:80]!r}",
+                expected=f"{len(whole)} ids, the tokenizer's own",
+                got=f"{len(found[i])} ids",
+                do="set prepare.rendering.tokenise to whole, which is slower",
+            )
+
+
+def by_word(backend: Any, added: Mapping[str, int], pattern: re.Pattern[str]) -> ByWord | None:
+    """A tokenizer by words, where a byte-level one with these added tokens gives the same ids of a text and of its words."""
+    if any(c.isspace() for token in added for c in token):
+        return None
+    words, tried = [w for w in _words() if w == w.strip()], ByWord(backend, added, pattern)
+    draw = np.random.default_rng(0)
+    texts = [" ".join(words[i] for i in draw.permutation(len(words))) for _ in range(_ROUNDS)]
+    try:
+        for text in texts:
+            tried.encode([text])
+    except DataError:
+        return None
+    return ByWord(backend, added, pattern)
+
+
+def _opens(part: str) -> bool:
+    """Whether a part behind a space opens with something else."""
+    return bool(part) and not part[0].isspace()
+
+
+def _ends(part: str) -> bool:
+    """Whether a part before a space ends with something else."""
+    return bool(part) and not part[-1].isspace()
+
+
+def _words() -> Iterator[str]:
+    """Words of one and two pieces."""
+    yield from _PIECES
+    for a, b in itertools.product(_PIECES, repeat=2):
+        yield a + b
+
+
+def encode_whole(backend: Any, texts: Sequence[str]) -> list[Ids]:
+    """Ids of each text, i32 [tokens], as the tokenizer gives them; no special tokens are added."""
+    encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [np.fromiter(e.ids, np.int32, len(e.ids)) for e in encoded]

