@@ -43,7 +43,12 @@ from stages.targets import identify_target, load_target, locate_target
 
 WORK = Path(".cache/train")
 _LAYOUT = 3  # of resume points: part of their key, raised when their content changes meaning
-_ANY = ("processes", "shard_weights", "checkpoint_every")  # settings that do not decide what a run comes to
+_ANY = (
+    "processes",
+    "shard_weights",
+    "recompute_steps",
+    "checkpoint_every",
+)  # settings that do not decide what a run comes to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +80,17 @@ def read_inputs(params: Params, device: str) -> Inputs:
     d2t, t2d = vocabulary_of(start, (d2t_merged, t2d_merged), params)
     target = load_target(folder, device, stored=True)  # embedding, head and last layer are all that is read
     rows = read_rows(store, target.device)
-    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head", "loss", "products")
+    names = (
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "intermediate_size",
+        "seed",
+        "head",
+        "loss",
+        "products",
+        "recompute_steps",
+    )
     draft, teacher = start_draft(target, target_ids(d2t), **{n: getattr(told, n) for n in names})
     carried = go_on_from(start, draft, teacher, rows, target_ids(d2t_merged), params) if start else None
     _say_start(start, carried, params)
