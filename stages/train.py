@@ -26,6 +26,7 @@ from stages.contracts.report import GateReport, demand
 from stages.drafts.eagle3 import (
     BatchOrder,
     Best,
+    Board,
     Eagle3,
     Group,
     ResumePoints,
@@ -34,6 +35,7 @@ from stages.drafts.eagle3 import (
     Session,
     Teacher,
     Trainer,
+    demand_tensorboard,
     export,
     join,
     leave,
@@ -42,6 +44,7 @@ from stages.drafts.eagle3 import (
 from stages.targets import identify_target, load_target, locate_target
 
 WORK = Path(".cache/train")
+BOARD = Path("logs/tensorboard")  # a folder a run, named as its resume points
 _LAYOUT = 3  # of resume points: part of their key, raised when their content changes meaning
 _ANY = (
     "processes",
@@ -168,15 +171,17 @@ def session_of(inputs: Inputs, group: Group) -> Session:
     params, rows, told = inputs.params, inputs.rows, inputs.params.train
     if told.shard_weights:
         group.shard(inputs.draft, inputs.teacher)
+    points = resume_points(inputs)
     session = Session(
         Trainer(inputs.draft, inputs.teacher, schedule_of(params), group),
-        resume_points(inputs),
+        points,
         BatchOrder([row.length for row in rows.train], told.batch_tokens, told.seed),
         [row.row_id for row in rows.train],
         pack=lambda numbers: rows.pack([rows.train[i] for i in numbers]),
         evaluate=lambda draft: evaluate(as_exported(draft, told.export_dtype), inputs.teacher, rows, params, group),
         improves=improves,
         rhythm=Rhythm(**{field.name: getattr(told, field.name) for field in dataclasses.fields(Rhythm)}),
+        show=Board(BOARD / points.root.name).show if told.tensorboard and group.first else None,
     )
     session.resume()
     if group.first:
@@ -206,6 +211,8 @@ def train(params: Params) -> None:
     """One process's part of the run; the first writes what comes of it."""
     group = join(torch.device(params.target.device))
     torch.set_num_threads(max(1, params.target.threads // group.size))
+    if params.train.tensorboard:
+        demand_tensorboard()
     inputs = read_inputs(params, params.target.device)
     session = session_of(inputs, group)
     group.wait()  # before the first removes or replaces what the others read

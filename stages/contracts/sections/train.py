@@ -32,6 +32,7 @@ class Train(Section):
     stop_after: Annotated[Whole, Field(ge=0)]
     max_loss_jump: Annotated[Number, Field(ge=0)]
     checkpoint_every: Positive
+    tensorboard: bool
     accumulate: Positive
     recompute_steps: bool
     processes: Annotated[Whole, Field(ge=1, le=64)]
