@@ -41,15 +41,21 @@ class Rows:
     device: torch.device
 
     def pack(self, rows: Sequence[IndexRow]) -> PackedBatch:
+        """These rows end to end; the stored states are read once and written once, in float32."""
         parts = [self.store.row(row.folder, row.row_in_folder) for row in rows]
-        states = torch.cat([states for states, _, _ in parts]).to(self.device).float()
+        (_, slots, H), T = parts[0][0].shape, sum(len(ids) for _, ids, _ in parts)
+        aux, last = (torch.empty(T, n, H, device=self.device) for n in (slots - 1, 1))
+        at = 0
+        for states, _, _ in parts:
+            part, states = slice(at, at + len(states)), states.to(self.device)
+            aux[part], last[part], at = states[:, :-1], states[:, -1:], part.stop
         return PackedBatch(
             row_ids=tuple(row.row_id for row in rows),
             lengths=tuple(row.length for row in rows),
             input_ids=torch.cat([ids for _, ids, _ in parts]).to(self.device).long(),
             loss_mask=torch.cat([mask for _, _, mask in parts]).to(self.device).bool(),
-            aux=states[:, :-1].flatten(1),
-            last=states[:, -1].contiguous(),
+            aux=aux.flatten(1),
+            last=last[:, 0],
         )
 
 

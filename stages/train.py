@@ -26,6 +26,7 @@ from stages.contracts.report import GateReport, demand
 from stages.drafts.eagle3 import (
     BatchOrder,
     Best,
+    Board,
     Eagle3,
     Group,
     ResumePoints,
@@ -34,6 +35,7 @@ from stages.drafts.eagle3 import (
     Session,
     Teacher,
     Trainer,
+    demand_tensorboard,
     export,
     join,
     leave,
@@ -42,8 +44,14 @@ from stages.drafts.eagle3 import (
 from stages.targets import identify_target, load_target, locate_target
 
 WORK = Path(".cache/train")
+BOARD = Path("logs/tensorboard")  # a folder a run, named as its resume points
 _LAYOUT = 3  # of resume points: part of their key, raised when their content changes meaning
-_ANY = ("processes", "shard_weights", "checkpoint_every")  # settings that do not decide what a run comes to
+_ANY = (
+    "processes",
+    "shard_weights",
+    "recompute_steps",
+    "checkpoint_every",
+)  # settings that do not decide what a run comes to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +83,17 @@ def read_inputs(params: Params, device: str) -> Inputs:
     d2t, t2d = vocabulary_of(start, (d2t_merged, t2d_merged), params)
     target = load_target(folder, device, stored=True)  # embedding, head and last layer are all that is read
     rows = read_rows(store, target.device)
-    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head", "loss", "products")
+    names = (
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "intermediate_size",
+        "seed",
+        "head",
+        "loss",
+        "products",
+        "recompute_steps",
+    )
     draft, teacher = start_draft(target, target_ids(d2t), **{n: getattr(told, n) for n in names})
     carried = go_on_from(start, draft, teacher, rows, target_ids(d2t_merged), params) if start else None
     _say_start(start, carried, params)
@@ -153,15 +171,17 @@ def session_of(inputs: Inputs, group: Group) -> Session:
     params, rows, told = inputs.params, inputs.rows, inputs.params.train
     if told.shard_weights:
         group.shard(inputs.draft, inputs.teacher)
+    points = resume_points(inputs)
     session = Session(
         Trainer(inputs.draft, inputs.teacher, schedule_of(params), group),
-        resume_points(inputs),
+        points,
         BatchOrder([row.length for row in rows.train], told.batch_tokens, told.seed),
         [row.row_id for row in rows.train],
         pack=lambda numbers: rows.pack([rows.train[i] for i in numbers]),
         evaluate=lambda draft: evaluate(as_exported(draft, told.export_dtype), inputs.teacher, rows, params, group),
         improves=improves,
         rhythm=Rhythm(**{field.name: getattr(told, field.name) for field in dataclasses.fields(Rhythm)}),
+        show=Board(BOARD / points.root.name).show if told.tensorboard and group.first else None,
     )
     session.resume()
     if group.first:
@@ -191,6 +211,8 @@ def train(params: Params) -> None:
     """One process's part of the run; the first writes what comes of it."""
     group = join(torch.device(params.target.device))
     torch.set_num_threads(max(1, params.target.threads // group.size))
+    if params.train.tensorboard:
+        demand_tensorboard()
     inputs = read_inputs(params, params.target.device)
     session = session_of(inputs, group)
     group.wait()  # before the first removes or replaces what the others read

@@ -103,6 +103,20 @@ def test_the_training_rows_that_are_watched_are_always_the_same_and_of_every_sou
     assert not train_like(rows, 0) and len(train_like(rows, 10_000)) == len(rows.train)
 
 
+def test_a_batch_is_its_rows_end_to_end_in_float32(here: Path) -> None:
+    rows = train.read_rows(RowStore(HIDDEN_STATES), torch.device("cpu"))
+    members = [rows.train[i] for i in (3, 0, 5)]
+    batch = rows.pack(members)
+    at = 0
+    for row in members:
+        states, ids, mask = rows.store.row(row.folder, row.row_in_folder)
+        part = slice(at, at := at + row.length)
+        assert torch.equal(batch.aux[part], states[:, :3].float().flatten(1))
+        assert torch.equal(batch.last[part], states[:, 3].float())
+        assert torch.equal(batch.input_ids[part], ids.long()) and torch.equal(batch.loss_mask[part], mask.bool())
+    assert at == len(batch.aux) == len(batch.last) == len(batch.input_ids) and batch.last.is_contiguous()
+
+
 def test_a_run_that_no_longer_improves_stops_early_and_exports_its_best(here: Path) -> None:
     set_params(here, optimizer_steps=40, evaluate_every=2, stop_after=3, learning_rate=1e-9)
     train.main()
@@ -122,6 +136,14 @@ def test_twice_the_same_run_is_the_same_bytes(here: Path) -> None:
     first = DraftRecord.read(DRAFT / DRAFT_RECORD)
     train.main()
     assert DraftRecord.read(DRAFT / DRAFT_RECORD) == first
+
+
+def test_a_run_that_makes_its_steps_again_leaves_the_same_bytes(here: Path) -> None:
+    train.main()
+    kept = (DRAFT / "model.safetensors").read_bytes()
+    set_params(here, recompute_steps=True)
+    train.main()
+    assert (DRAFT / "model.safetensors").read_bytes() == kept
 
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ A query sees the pairs of its row up to its root and, from step 1, its own chain
 softmax: the sum over the pairs is taken block by block, that over the chain beside it, and the two are joined by their
 log-sum-exp. For the way back only outputs and log-sums are kept, and the weights are made again.
 
-Memory: a block holds at most BLOCK_SCORES weights (or one query's), however long the row; all else is linear in queries and
-keys. A row of 32,000 tokens with 32 heads: 256 MB of float32 a block on a GPU, 4 MB on a CPU.
+Memory: a block holds at most BLOCK_SCORES weights, or LEAST_QUERIES queries' where those are more; all else is linear in queries
+and keys. A row of 32,000 tokens with 32 heads: 256 MB of float32 a block on a GPU, 64 MB on a CPU.
 
 Shape suffixes: N queries of this step, K keys (pairs), h heads, k key-value heads, g query heads of a key-value head, D head
 size, J steps of the chain.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 BLOCK_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # on a CPU a block stays in the cache
+LEAST_QUERIES = 16  # for which keys and values are read: one by one, a long row takes twice the time
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Seen:
 
 
 def divide(rows: Sequence[tuple[slice, slice]], keys_seen: Tensor, heads: int) -> Seen:
-    """Blocks of at most BLOCK_SCORES weights.
+    """Blocks of at most BLOCK_SCORES weights, or LEAST_QUERIES queries.
 
     Args:
         rows: of every row, its keys in the key list and its queries in the step's list.
@@ -57,7 +58,7 @@ def divide(rows: Sequence[tuple[slice, slice]], keys_seen: Tensor, heads: int) -
     for keys, queries in rows:
         at = queries.start
         while at < queries.stop:
-            end = at + 1
+            end = min(at + LEAST_QUERIES, queries.stop)
             while end < queries.stop and (end + 1 - at) * counts[end] * heads <= limit:
                 end += 1
             blocks.append(Block(slice(at, end), slice(keys.start, keys.start + counts[end - 1]), counts[at]))

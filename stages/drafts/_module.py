@@ -109,9 +109,13 @@ class Midlayer(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """The draft. `embedding` [V, H] is the target's: frozen, and no parameter."""
+    """The draft. `embedding` [V, H] is the target's: frozen, and no parameter.
+
+    recompute_steps: training keeps little of a draft step for the way back and makes the rest again (_training.py).
+    """
 
     embedding: Tensor
+    recompute_steps = False
 
     def __init__(self, config: Eagle3Config, embedding: Tensor) -> None:
         super().__init__()

@@ -58,6 +58,7 @@ class Session:
         pack: makes a batch of row numbers.
         evaluate: held-out figures of a draft.
         improves: whether the second of two evaluations is better than the first beyond chance.
+        show: is given the curves after every step.
     """
 
     def __init__(
@@ -70,9 +71,11 @@ class Session:
         evaluate: Callable[[Eagle3], HeldOut],
         improves: Callable[[HeldOut, HeldOut], bool],
         rhythm: Rhythm,
+        show: Callable[[Curves], None] | None = None,
     ) -> None:
         self.trainer, self.points, self.order, self.row_ids = trainer, points, order, row_ids
         self.pack, self.evaluate, self.improves, self.rhythm = pack, evaluate, improves, rhythm
+        self.show = show or (lambda _: None)
         self.curves, self.roots_seen = Curves(trainer.schedule.steps_ahead), 0
         self.watch = LossWatch(rhythm.max_loss_jump)
         self.best: Best | None = None
@@ -130,6 +133,7 @@ class Session:
                 if last or self.trainer.step % self.rhythm.evaluate_every == 0:
                     found = self.measure(loss)
                     held_out = f"held-out accept length {found.overall.accept_length:.3f} "
+                self.show(self.curves)
                 if self.trainer.step % self.rhythm.checkpoint_every == 0 and not last:
                     self.save()
                 advance(1, f"loss {loss:.3f} {held_out}{seen / (time.monotonic() - started):.0f} tokens/s")

@@ -29,6 +29,7 @@ def start_draft(
     head: Literal["trained", "frozen"] = "trained",
     loss: Loss = "kl",
     products: Literal["auto", "float32", "bfloat16"] = "float32",
+    recompute_steps: bool = False,
 ) -> tuple[Eagle3, Teacher]:
     """The draft as training starts from it, and the target's head to learn from; both float32 on the target's device.
 
@@ -39,6 +40,7 @@ def start_draft(
             computed: less work a step, for a little accept length (served on the default rows: 1.692, trained 1.727).
         loss: what training lowers; _loss.py has the formulae.
         products: dtype of training's matrix products; weights, sums and optimizer stay float32 either way.
+        recompute_steps: see Eagle3.
     """
     c = target.config
     config = Eagle3Config(
@@ -62,6 +64,7 @@ def start_draft(
     draft = Eagle3(config, target.embedding.float())
     initialise(draft, target, teacher, seed)
     draft.lm_head.requires_grad_(head == "trained")
+    draft.recompute_steps = recompute_steps
     return draft.to(target.device), teacher
 
 

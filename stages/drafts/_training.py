@@ -17,12 +17,14 @@ target distribution is needed, H hidden size, D head size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from stages.drafts._attention import Seen, attend, divide
 from stages.drafts._loss import Queries, Teacher, head_loss
@@ -105,10 +107,18 @@ def _spans(counts: list[list[int]]) -> Iterator[Span]:
             yield Span(slices[0], tuple(slices[1:]))
 
 
+def kept_or_made_again(draft: Eagle3, made: Callable[..., Any], *args: Any) -> Any:
+    """made(*args); where `draft.recompute_steps`, only tensors among `args` are kept for the way back, and the rest is made again."""
+    if not draft.recompute_steps or not torch.is_grad_enabled():
+        return made(*args)
+    return checkpoint(made, *args, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
+
+
 def chain_states(draft: Eagle3, batch: PackedBatch, layout: Layout) -> list[Tensor]:
     """h [N, H] (before `norm`) of every step's queries, in the order of `layout.roots`.
 
     A token is fed at several steps and its embedding is always normed alike, so its half of the projections is made once.
+    With `draft.recompute_steps` a step leaves its h, key and value behind for the way back, and nothing else.
     """
     attention, c, norm = draft.midlayer.self_attn, draft.config, draft.midlayer.hidden_norm
     D, kv, groups = c.head_dim, c.kv_heads * c.head_dim, (c.heads, c.kv_heads, c.kv_heads)
@@ -136,18 +146,32 @@ def chain_states(draft: Eagle3, batch: PackedBatch, layout: Layout) -> list[Tens
     k, v = kv_K.view(len(keys), 2 * c.kv_heads, D).split(c.kv_heads, dim=1)
     k_KHD, v_KHD = rotate(k, rotary(c, position_K, k)), v
     at = torch.searchsorted(keys, roots[0])
-    q = token_q.index_select(0, torch.searchsorted(queried, fed[0]))
-    q = (q + linear(normed.index_select(0, at), of_state[: -2 * kv])).view(len(at), -1, D)
-    q = rotate(q, rotary(c, position_K[at], q))
-    found = [draft.block_output(g_KH.index_select(0, at), attend(q, k_KHD, v_KHD, [], seen(0)))]
-    chain: list[tuple[Tensor, Tensor]] = []
-    for step, keep in enumerate(layout.keep[: len(roots) - 1], start=1):
-        h = found[-1].index_select(0, keep)
+
+    def first(seen: Seen) -> Tensor:
+        q = token_q.index_select(0, torch.searchsorted(queried, fed[0]))
+        q = (q + linear(normed.index_select(0, at), of_state[: -2 * kv])).view(len(at), -1, D)
+        q = rotate(q, rotary(c, position_K[at], q))
+        return draft.block_output(g_KH.index_select(0, at), attend(q, k_KHD, v_KHD, [], seen))
+
+    def further(step: int, seen: Seen, h: Tensor, *chain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """h of this step, and what it adds to the chain; `h` and `chain` (key and value by step) as the steps before left them."""
+        h = h.index_select(0, layout.keep[step - 1])
         qkv = from_token(fed[step]) + linear(norm(h), of_state)
         q, k, v = qkv.view(len(h), -1, D).split(groups, dim=1)
         table = rotary(c, layout.positions_T[roots[step]] + step, q)
-        chain = [(a.index_select(0, keep), b.index_select(0, keep)) for a, b in chain] + [(rotate(k, table), v)]
-        found.append(draft.block_output(h, attend(rotate(q, table), k_KHD, v_KHD, chain, seen(step))))
+        own = rotate(k, table), v.contiguous()  # else all of qkv is kept
+        alive = [torch.searchsorted(roots[i], roots[step]) for i in range(1, step)]
+        before = [
+            (k.index_select(0, i), v.index_select(0, i)) for k, v, i in zip(chain[::2], chain[1::2], alive, strict=True)
+        ]
+        return draft.block_output(h, attend(rotate(q, table), k_KHD, v_KHD, [*before, own], seen)), *own
+
+    found: list[Tensor] = [kept_or_made_again(draft, first, seen(0))]
+    chain: list[Tensor] = []
+    for step in range(1, len(roots)):
+        h, *own = kept_or_made_again(draft, further, step, seen(step), found[-1], *chain)
+        found.append(h)
+        chain += own
     return found
 
 
@@ -206,7 +230,7 @@ def look_ahead(
     label = teacher.draft_id[own]
     scale = torch.cat([batch.last.new_full((n,), w) for n, w in zip(sizes, weights, strict=False)]) * (label >= 0)
     asked = Queries(slices, torch.searchsorted(needed, predicted), label, scale)
-    x, last = draft.norm(torch.cat(states)), batch.last[needed]
+    x, last = torch.cat([kept_or_made_again(draft, draft.norm, h) for h in states]), batch.last[needed]
     loss, _, best = head_loss(x, draft.lm_head.weight, last, teacher, asked, low)
     ids = torch.where(best < 0, -1, teacher.target_ids[best])
     hits, index = [0] * steps, torch.arange(len(roots), device=roots.device)

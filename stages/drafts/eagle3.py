@@ -3,9 +3,10 @@
 The parts: _module.py (the layer, with a picture of what predicts what), _start.py (initial weights), _training.py
 (training-time test over packed rows), _attention.py (in blocks), _products.py (in bfloat16), _loss.py, _gradients.py (of a
 step, in pieces), _group.py (several processes), _trainer.py (optimizer), _session.py (a run), _watch.py, _resume.py,
-_curves.py, _export.py (files), _formats.py (other tools' files), and _decode.py for serving.
+_curves.py, _board.py (for TensorBoard), _export.py (files), _formats.py (other tools' files), and _decode.py for serving.
 """
 
+from stages.drafts._board import Board, demand_tensorboard
 from stages.drafts._curves import Curves, HeldOut
 from stages.drafts._export import DraftCheckpoint, check_vocabulary, config_json, export, read_draft
 from stages.drafts._formats import FORMATS, Verifier, write_as
@@ -24,6 +25,7 @@ __all__ = [
     "Ahead",
     "BatchOrder",
     "Best",
+    "Board",
     "Curves",
     "DraftCheckpoint",
     "Eagle3",
@@ -41,6 +43,7 @@ __all__ = [
     "carry_over",
     "check_vocabulary",
     "config_json",
+    "demand_tensorboard",
     "export",
     "join",
     "leave",

@@ -38,6 +38,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, chain: list[tuple[Tensor, Tensor]]) -
 @pytest.mark.parametrize("limit", [1, 40, 1 << 20])
 def test_blocks_of_any_size_equal_plain_attention(steps: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_attention.BLOCK_SCORES, "cpu", limit)
+    monkeypatch.setattr(_attention, "LEAST_QUERIES", 1)
     given = tensors(steps)
     chain = list(zip(given[3::2], given[4::2], strict=True))
     expected = plain(*given[:3], chain)  # type: ignore[arg-type]
@@ -52,11 +53,12 @@ def test_blocks_of_any_size_equal_plain_attention(steps: int, limit: int, monkey
         torch.testing.assert_close(a, b)
 
 
-def test_a_long_row_is_held_in_blocks_of_the_stated_size() -> None:
-    length, heads = 4096, 8
+@pytest.mark.parametrize("length", [4096, 32768])
+def test_a_long_row_is_held_in_blocks_of_the_stated_size(length: int) -> None:
+    heads = 8
     counts = torch.arange(1, length + 1)
     seen = divide([(slice(0, length), slice(0, length))], counts, heads)
-    limit = _attention.BLOCK_SCORES["cpu"]
+    limit = max(_attention.BLOCK_SCORES["cpu"], _attention.LEAST_QUERIES * length * heads)
     sizes = [(b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) * heads for b in seen.blocks]
     assert max(sizes) <= limit < length * length * heads / 100
     assert [b.queries.start for b in seen.blocks] == [0, *(b.queries.stop for b in seen.blocks[:-1])]

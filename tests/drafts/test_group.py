@@ -68,12 +68,13 @@ def test_another_process_that_has_gone_is_told_in_words(monkeypatch: pytest.Monk
         Group(1, 2).total([1.0])
 
 
-def by_rank(rank: int, size: int, sharded: bool) -> None:
+def by_rank(rank: int, size: int, sharded: bool, recompute: bool) -> None:
     """What one process does in the test below; run as a module of its own."""
     group = _group.join(torch.device("cpu"))
     assert (group.rank, group.size) == (rank, size)
     batch, empty = make_batch(MASKS, dtype=torch.float32), make_batch(["00000"], dtype=torch.float32)
     draft, teacher = make_draft(dtype=torch.float32), make_teacher(dtype=torch.float32)
+    draft.recompute_steps = recompute
     if sharded:
         group.shard(draft, teacher)
     trainer = Trainer(draft, teacher, SCHEDULE, group)
@@ -98,15 +99,15 @@ def by_rank(rank: int, size: int, sharded: bool) -> None:
     _group.leave()
 
 
-def run_group(size: int, sharded: bool = False) -> dict:
+def run_group(size: int, sharded: bool = False, recompute: bool = False) -> dict:
     with socket.socket() as at:
         at.bind(("127.0.0.1", 0))
         port = at.getsockname()[1]
-    code = "from tests.drafts.test_group import by_rank; import sys; by_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == 'True')"
+    code = "from tests.drafts.test_group import by_rank; import sys; by_rank(*map(int, sys.argv[1:]))"
     world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(size), str(sharded)],
+            [sys.executable, "-c", code, *(str(int(x)) for x in (rank, size, sharded, recompute))],
             env={**os.environ, **world, "RANK": str(rank)},
             cwd=ROOT,
             stdout=subprocess.PIPE,

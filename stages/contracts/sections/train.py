@@ -32,7 +32,9 @@ class Train(Section):
     stop_after: Annotated[Whole, Field(ge=0)]
     max_loss_jump: Annotated[Number, Field(ge=0)]
     checkpoint_every: Positive
+    tensorboard: bool
     accumulate: Positive
+    recompute_steps: bool
     processes: Annotated[Whole, Field(ge=1, le=64)]
     shard_weights: bool
     start_from: Annotated[str, Field(min_length=1)] | None
