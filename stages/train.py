@@ -75,7 +75,7 @@ def read_inputs(params: Params, device: str) -> Inputs:
     d2t, t2d = vocabulary_of(start, (d2t_merged, t2d_merged), params)
     target = load_target(folder, device, stored=True)  # embedding, head and last layer are all that is read
     rows = read_rows(store, target.device)
-    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head", "loss", "products")
+    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "norms", "head", "loss", "products")
     draft, teacher = start_draft(target, target_ids(d2t), **{n: getattr(told, n) for n in names})
     carried = go_on_from(start, draft, teacher, rows, target_ids(d2t_merged), params) if start else None
     _say_start(start, carried, params)
@@ -116,6 +116,7 @@ def write_draft(draft: Eagle3, best: Best, inputs: Inputs) -> DraftRecord:
             layer_ids=ids,
             weights_digest=file_digest(folder / "model.safetensors"),
             config_digest=file_digest(folder / "config.json"),
+            norms=draft.config.norms,
             start=inputs.start,
         )
         record.write(folder / DRAFT_RECORD)

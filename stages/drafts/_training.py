@@ -142,12 +142,12 @@ def chain_states(draft: Eagle3, batch: PackedBatch, layout: Layout) -> list[Tens
     found = [draft.block_output(g_KH.index_select(0, at), attend(q, k_KHD, v_KHD, [], seen(0)))]
     chain: list[tuple[Tensor, Tensor]] = []
     for step, keep in enumerate(layout.keep[: len(roots) - 1], start=1):
-        h = found[-1].index_select(0, keep)
-        qkv = from_token(fed[step]) + linear(norm(h), of_state)
-        q, k, v = qkv.view(len(h), -1, D).split(groups, dim=1)
+        g = draft.handed_on(found[-1].index_select(0, keep))
+        qkv = from_token(fed[step]) + linear(norm(g), of_state)
+        q, k, v = qkv.view(len(g), -1, D).split(groups, dim=1)
         table = rotary(c, layout.positions_T[roots[step]] + step, q)
         chain = [(a.index_select(0, keep), b.index_select(0, keep)) for a, b in chain] + [(rotate(k, table), v)]
-        found.append(draft.block_output(h, attend(rotate(q, table), k_KHD, v_KHD, chain, seen(step))))
+        found.append(draft.block_output(g, attend(rotate(q, table), k_KHD, v_KHD, chain, seen(step))))
     return found
 
 
