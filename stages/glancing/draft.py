@@ -198,6 +198,13 @@ def _norms(told: Told, config: dict[str, Any], tensors: dict[str, Shape], record
             "its Kimi-K2.5 class all but norm_before_fc; older engines ignore them and their weights",
             "look for the key in sglang/srt/models/llama_eagle3.py, or vLLM's llama_eagle3.py, of the version that serves",
         )
+    if "norm_output" in norms and not record:
+        told.add(
+            "risk",
+            "norm_output is set: SpecForge 0.2.0 means by it what every draft does, and trains the next step on states before the "
+            "norm; SGLang and vLLM would feed it states after the norm",
+            "of a draft trained with SpecForge before its pull request 879, take the key out of config.json",
+        )
 
 
 def _config(told: Told, config: dict[str, Any]) -> None:

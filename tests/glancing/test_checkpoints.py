@@ -102,6 +102,7 @@ FC_NORM = [f"fc_norm.{i}.weight" for i in range(3)]
         (lambda d: stores.draft(d, more=FC_NORM), "fault", "fc_norm is not set, and there is fc_norm.*"),
         (lambda d: stores.draft(d, more=FC_NORM, eagle_config={IDS: [2, 30, 58], "fc_norm": True}), "fault", "fc_norm is not set, and there is fc_norm.*"),
         (lambda d: stores.draft(d, more=FC_NORM, fc_norm=True, norm_output=True), "risk", "fc_norm and norm_output are set"),
+        (lambda d: stores.draft(d, norm_output=True), "risk", "norm_output is set: SpecForge 0.2.0 means by it what every draft does"),
         (lambda d: stores.draft(d, num_hidden_layers=2), "note", "num_hidden_layers is 2"),
         (lambda d: stores.draft(d, eagle_config={IDS: [-1, 2, 30], "use_aux_hidden_state": True}), "risk", "SGLang < 0.5.13, SGLang ≥ 0.5.13 would feed it the embedding (point 0)"),
     ],
