@@ -140,6 +140,14 @@ def test_twice_the_same_run_is_the_same_bytes(here: Path) -> None:
     assert DraftRecord.read(DRAFT / DRAFT_RECORD) == first
 
 
+def test_a_run_that_makes_its_steps_again_leaves_the_same_bytes(here: Path) -> None:
+    train.main()
+    kept = (DRAFT / "model.safetensors").read_bytes()
+    set_params(here, recompute_steps=True)
+    train.main()
+    assert (DRAFT / "model.safetensors").read_bytes() == kept
+
+
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the run die in the step after `step`, as a killed process would."""
     whole = Trainer.train

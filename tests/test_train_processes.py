@@ -73,7 +73,7 @@ def test_torchrun_and_the_stages_own_processes_and_pieces_train_the_draft_of_one
     alone = figures()
     finish((*TORCHRUN, "-m", "stages.train"))
     same(figures(), alone)
-    set_params(processes=2, accumulate=2, shard_weights=True)
+    set_params(processes=2, accumulate=2, shard_weights=True, recompute_steps=True)
     said = finish(TRAIN)
     same(figures(), alone)
     assert said.count("train:") <= 1, "only the first process says how far it is"
