@@ -15,8 +15,8 @@ from stages.contracts.manifest import CaptureSpec, TargetIdentity
 DRAFT = Path("models/draft")
 DRAFT_RECORD = "draft_record.json"
 
-# What EAGLE-3.1 adds to EAGLE-3, by the names that SGLang, vLLM and speculators have for it in config.json; weights and sources
-# in stages/drafts/_module.py.
+# What EAGLE-3.1 adds to EAGLE-3, by the names that SGLang, vLLM and speculators have for it in config.json; stages/drafts/_module.py
+# says what each computes.
 DraftNorm = Literal["fc_norm", "norm_before_fc", "norm_output"]
 NORMS: tuple[DraftNorm, ...] = get_args(DraftNorm)
 

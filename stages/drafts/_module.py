@@ -9,7 +9,8 @@ A row and what the draft makes of it (x: token embedded, g: fused states, y: wha
 
 Pair p sits at rotary position p. A further draft step takes its own h (before `norm`) for g and the next token for x.
 EAGLE-3.1 adds norms, each an option: `fc_norm` (an RMSNorm of each of the three states before fc) or `norm_before_fc` (one of
-all 3H values, `input_norm`), and `norm_output`: a further step takes h after `norm`.
+all 3H values, `input_norm`), and `norm_output`: a further step takes h after `norm`. Sources: SGLang 0.5.23 and vLLM, models/llama_eagle3.py; speculators
+0.9.0, models/eagle3/core.py.
 Parameter names are those of the export, which are SGLang's. Shape suffixes: N positions, H hidden size, D head size,
 V target vocabulary; the draft vocabulary is called so.
 """

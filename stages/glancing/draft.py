@@ -19,7 +19,7 @@ _SHORT_CONTEXT = 2048
 _NORM_WEIGHTS = {
     "fc_norm": ("fc_norm.", "aux_norm_"),
     "norm_before_fc": ("input_norm.",),
-}  # the second is SGLang's old name
+}  # aux_norm_: SGLang's old name
 
 
 def is_draft(config: dict[str, Any]) -> bool:
