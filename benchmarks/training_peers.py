@@ -69,12 +69,15 @@ def llama_config(inputs: Inputs) -> Any:
 class SpecForge:
     """OnlineEagle3Model over LlamaForCausalLMEagle3 (attention "sdpa", its default), its BF16Optimizer on float32.
 
+    Of EAGLE-3.1's norms it has fc_norm alone: its `norm_output` says whether lm_head is given normed states (its pull request 879).
+
     Rows are padded to the longest of the batch, as its collator does; the target's head runs over the whole vocabulary,
     as its offline training does by default.
     """
 
     def __init__(self, inputs: Inputs, steps: int, seed: int) -> None:
         put_on_path("specforge")
+        assert set(inputs.config.norms) <= {"fc_norm"}
         self._loss()
         model, draft = (
             importlib.import_module(f"specforge.{name}")
@@ -84,7 +87,9 @@ class SpecForge:
         plain = importlib.import_module("specforge.core.loss")._compute_loss
         vars(model)["LogSoftmaxLoss"] = types.SimpleNamespace(apply=plain)
         torch.manual_seed(seed)
-        self._draft = draft.LlamaForCausalLMEagle3(llama_config(inputs), attention_backend="sdpa")
+        config = llama_config(inputs)
+        config.fc_norm = "fc_norm" in inputs.config.norms
+        self._draft = draft.LlamaForCausalLMEagle3(config, attention_backend="sdpa")
         with torch.no_grad():
             self._draft.embed_tokens.weight.copy_(inputs.tensor("embedding"))
             self._draft.t2d.copy_(inputs.tensor("t2d"))
@@ -148,7 +153,9 @@ class Speculators:
         config._attn_implementation = "eager"
         torch.manual_seed(seed)
         told = core.Eagle3SpeculatorConfig(
-            transformer_layer_config=config, draft_vocab_size=inputs.config.draft_vocab_size
+            transformer_layer_config=config,
+            draft_vocab_size=inputs.config.draft_vocab_size,
+            **dict.fromkeys(inputs.config.norms, True),
         )
         self._draft, self._steps = core.Eagle3DraftModel(told), steps
         t2d, head = inputs.tensor("t2d"), inputs.tensor("head")

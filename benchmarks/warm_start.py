@@ -36,7 +36,7 @@ FIRST, THEN = 240, 96  # optimizer steps of last week's draft, and of each of th
 
 def fresh(target: Decoder, ids: torch.Tensor, params: Params) -> tuple[Eagle3, Teacher]:
     """A draft as training from the target starts it."""
-    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "head", "loss", "products")
+    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "norms", "head", "loss", "products")
     return start_draft(target, ids, **{n: getattr(params.train, n) for n in names})
 
 

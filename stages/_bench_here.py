@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from stages._bench import Way
-from stages._served import packed_linear
+from stages._served import packed_linear, read_recorded
 from stages.acceptance.prompts import Prompt
 from stages.contracts.draft import DRAFT
 from stages.contracts.loads import Conditions
 from stages.contracts.params import Params
 from stages.drafts._decode import DraftDecoder
-from stages.drafts.eagle3 import read_draft
 from stages.engines import in_process
 from stages.targets import load_target, locate_target
 from stages.targets._decoder import Decoder
@@ -31,7 +30,7 @@ class BenchHere:
     def __init__(self, params: Params, positions: int, folder: Path = DRAFT, target: Decoder | None = None) -> None:
         if target is None:
             target = load_target(locate_target(params.target.origin), params.target.device, params.target.dtype).pack()
-        checkpoint = read_draft(folder)
+        checkpoint = read_recorded(folder)
         points = in_process.served_points(checkpoint.layer_ids, target.config.layers)
         draft = DraftDecoder(checkpoint, points=points, embedding=target.embedding, linear=packed_linear)
         self.engine, self.engine_version = in_process.NAME, in_process.version()

@@ -13,13 +13,12 @@ from typing import Any
 
 from stages._bench import Way
 from stages._bench_here import describe_device
-from stages._served import facts_for_server, open_server, served_points
+from stages._served import facts_for_server, open_server, read_recorded, served_points
 from stages.acceptance.prompts import Prompt
-from stages.contracts.draft import DRAFT, DraftRecord
+from stages.contracts.draft import DraftRecord
 from stages.contracts.errors import EngineError
 from stages.contracts.loads import Conditions
 from stages.contracts.params import Params
-from stages.drafts.eagle3 import read_draft
 from stages.engines import sglang
 from stages.targets import locate_target
 
@@ -106,7 +105,7 @@ def open_servers(params: Params, record: DraftRecord, positions: int) -> Generat
         EngineError: a draft that does not fit its launch, servers that do not start or are not alike, or too little of a GPU's
             memory told for servers side by side.
     """
-    checkpoint, told = read_draft(DRAFT), params.benchmark
+    checkpoint, told = read_recorded(), params.benchmark
     facts = facts_for_server(checkpoint, record, served_points(sglang, checkpoint, record, params.target.layers))
     opener = open_server(params, locate_target(params.target.origin), facts)
     lengths = (0, *told.draft_steps)

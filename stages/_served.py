@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stages import engines
 from stages.capture.dialects import points_of
-from stages.contracts.draft import DRAFT, DraftRecord, read_draft_config
+from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord, read_draft_config
 from stages.contracts.errors import EngineError
 from stages.contracts.params import Params
 from stages.contracts.points import name_points
@@ -51,6 +51,25 @@ def packed_linear(weight: Tensor) -> Linear:
     return linear
 
 
+def read_recorded(folder: Path = DRAFT) -> DraftCheckpoint:
+    """The draft in `folder`, to be served with the norms that it was trained with.
+
+    Raises:
+        DataError, EngineError: see `read_draft`; or config.json makes engines compute other norms than the draft's record says,
+            which for norm_output no tensor's name would tell.
+    """
+    checkpoint, record = read_draft(folder), DraftRecord.read(folder / DRAFT_RECORD)
+    if checkpoint.config.norms != record.norms:
+        raise EngineError(
+            "The draft would be run with other norms than it was trained with",
+            where=f"{folder}/config.json",
+            expected=f"{list(record.norms)}, as in the draft's record",
+            got=f"{list(checkpoint.config.norms)}",
+            do="export the draft again: `dvc repro train`",
+        )
+    return checkpoint
+
+
 def served_points(engine: ModuleType, checkpoint: DraftCheckpoint, record: DraftRecord, layers: int) -> tuple[int, ...]:
     """The points that the engine makes of the draft's config.json.
 
@@ -80,7 +99,7 @@ def open_served(params: Params, record: DraftRecord) -> Served:
     """Load the target, read the draft and make ready to serve; the draft is fed what this engine reads from config.json."""
     engine = engines.load(params.serve.engine)
     folder = locate_target(params.target.origin)
-    checkpoint = read_draft(DRAFT)
+    checkpoint = read_recorded()
     target = load_target(folder, params.target.device, params.target.dtype).pack()
     points = served_points(engine, checkpoint, record, target.config.layers)
     if hasattr(engine, "Engine"):

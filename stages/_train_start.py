@@ -79,6 +79,7 @@ def _pairs(start: Start, params: Params, merged: MergedManifest) -> list[tuple[s
         ("hidden size", target.hidden_size, config.hidden_size),
         ("vocabulary", target.vocab_size, config.vocab_size),
         *((f"train.{name}", getattr(told, name), getattr(config, name)) for name in sizes),
+        ("train.norms", list(told.norms), list(config.norms)),
     ]
     if told.start_vocabulary == "keep":
         pairs.append(("merge.draft_vocab_size", params.merge.draft_vocab_size, config.draft_vocab_size))

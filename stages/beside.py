@@ -17,6 +17,7 @@ import torch
 
 from stages._bench import WARM_UP_TOKENS, Load, Way, timed_load, trial
 from stages._bench_here import BenchHere
+from stages._served import read_recorded
 from stages.acceptance.beside import Difference, difference, domains_told
 from stages.acceptance.follow import Follower
 from stages.acceptance.lengths import Answer
@@ -33,7 +34,6 @@ from stages.contracts.progress import progress
 from stages.contracts.release import POINTER, RELEASES, current_record
 from stages.contracts.repository import demand_repository
 from stages.drafts._audit import audit_for_target
-from stages.drafts.eagle3 import read_draft
 from stages.engines import in_process
 from stages.targets._decoder import Decoder
 
@@ -101,7 +101,7 @@ def open_sides(params: Params, prompts: Sequence[Prompt]) -> tuple[Side, Side]:
 def _demand_fits(folder: Path, target: Decoder) -> None:
     size = {"hidden_size": target.config.hidden_size, "vocab_size": target.config.vocab_size}
     try:
-        audit_for_target(folder, read_draft(folder), embedding=target.embedding, **size)
+        audit_for_target(folder, read_recorded(folder), embedding=target.embedding, **size)
     except EngineError as error:
         raise EngineError(
             "Production's draft does not fit this target, so the two cannot be compared",

@@ -89,6 +89,7 @@ def read_inputs(params: Params, device: str) -> Inputs:
         "head_dim",
         "intermediate_size",
         "seed",
+        "norms",
         "head",
         "loss",
         "products",
@@ -134,6 +135,7 @@ def write_draft(draft: Eagle3, best: Best, inputs: Inputs) -> DraftRecord:
             layer_ids=ids,
             weights_digest=file_digest(folder / "model.safetensors"),
             config_digest=file_digest(folder / "config.json"),
+            norms=draft.config.norms,
             start=inputs.start,
         )
         record.write(folder / DRAFT_RECORD)

@@ -104,19 +104,21 @@ model = Eagle3DraftModel.from_pretrained(sys.argv[1], config=config).float().eva
 given = torch.load(sys.argv[2], weights_only=True)
 sums = {n: float(t.detach().double().abs().sum()) for n, t in model.named_parameters() if not n.startswith('verifier')}
 with torch.no_grad():
-    said = model(given['aux'][None], given['ids'][None], torch.zeros_like(given['ids'])[None], ttt_steps=1)
-drafted = said[0] if isinstance(said, (tuple, list)) else said
-while isinstance(drafted, (tuple, list)):
-    drafted = drafted[0]
+    said = model(given['aux'][None], given['ids'][None], torch.zeros_like(given['ids'])[None], ttt_steps=3)
 ids = model.d2t + torch.arange(len(model.d2t)) if model.d2t is not None else torch.arange(model.draft_vocab_size)
-print(json.dumps({'sums': sums, 'ids': list(model.target_layer_ids), 'drafted': ids[drafted[0].long()].tolist()}))
+print(json.dumps({'sums': sums, 'ids': list(model.target_layer_ids), 'drafted': [ids[step[0].long()].tolist() for step in said]}))
 """
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("norms", [(), ("fc_norm", "norm_output"), ("norm_before_fc",)], ids=" ".join)
 def test_the_speculators_model_of_these_files_drafts_what_ours_does(
-    here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, norms: tuple[str, ...]
 ) -> None:
+    if norms:
+        told = {"export_dtype": "bfloat16", "norms": list(norms), "learning_rate": 0.05}
+        line.write_params(Path(), Path("target").absolute(), {"train": told})
+        train.main()
     export(monkeypatch, "speculators", "out")
     target, own = load_target(Path("target")), read_draft(DRAFT)
     tokens = torch.randint(0, target.config.vocab_size, (24,), generator=torch.Generator().manual_seed(5))
@@ -132,5 +134,7 @@ def test_the_speculators_model_of_these_files_drafts_what_ours_does(
     draft = own.module(target.embedding.bfloat16().float())
     batch = PackedBatch(("row",), (24,), tokens, torch.ones(24, dtype=torch.bool), aux, stream.last)
     with torch.no_grad():
-        ahead = look_ahead(draft, teacher, batch, 1, 1.0)
-    assert theirs["drafted"][: len(ahead.roots)] == ahead.drafted[:, 0].tolist() and len(ahead.roots) == 22
+        ahead = look_ahead(draft, teacher, batch, 3, 1.0)
+    assert len(ahead.roots) == 22 and ahead.tried == (22, 21, 20)
+    for i, tried in enumerate(ahead.tried):
+        assert theirs["drafted"][i][:tried] == ahead.drafted[:tried, i].tolist()

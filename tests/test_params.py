@@ -120,6 +120,17 @@ def test_an_unknown_key_is_refused_by_name(tmp_path: Path) -> None:
     [
         ("train", {"kv_heads": 3.5}, "train.kv_heads: a whole number is needed (got 3.5)"),
         ("train", {"learning_rate": "fast"}, "train.learning_rate: a number is needed (got 'fast')"),
+        (
+            "train",
+            {"norms": ["fc_norms"]},
+            "train.norms.0: must be one of fc_norm, norm_before_fc or norm_output (got 'fc_norms')",
+        ),
+        ("train", {"norms": "fc_norm"}, "train.norms: a list is needed (got 'fc_norm')"),
+        (
+            "train",
+            {"norms": ["fc_norm", "norm_before_fc"]},
+            "train.norms has fc_norm and norm_before_fc: one norms each state, the other all three as one",
+        ),
         ("train", {"head": "cold"}, "train.head: must be one of trained or frozen (got 'cold')"),
         ("benchmark", {"repeats": 2}, "benchmark.repeats: must be at least 3 (got 2)"),
         ("capture", {"points": [3, 16]}, "capture.points: at least 3 are needed, 2 are there (got [3, 16])"),

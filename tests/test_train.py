@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import random
 import shutil
 import time
@@ -15,10 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from stages import extract, merge, train
+from stages._served import open_served, read_recorded
 from stages._train_judge import train_like
 from stages.capture.store import RowStore
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
-from stages.contracts.errors import DataError, LineError, Refusal
+from stages.contracts.errors import DataError, EngineError, LineError, Refusal
 from stages.contracts.evidence import TRAIN_CURVES, TRAIN_METRICS, TrainMetrics
 from stages.contracts.files import file_digest
 from stages.contracts.manifest import HIDDEN_STATES, MERGED, MERGED_MANIFEST, MergedManifest
@@ -176,6 +178,57 @@ def test_ten_steps_and_ten_resumed_are_the_bits_of_twenty(here: Path, monkeypatc
     train.main()
     assert (DraftRecord.read(DRAFT / DRAFT_RECORD), TRAIN_METRICS.read_bytes()) == whole
     assert unmeasured_curves() == curves
+
+
+NORMS = ["norm_output", "fc_norm"]
+
+
+def test_norms_are_trained_resumed_recorded_and_read_back(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_params(here, norms=NORMS, checkpoint_every=6)
+    train.main()
+    record = DraftRecord.read(DRAFT / DRAFT_RECORD)
+    assert record.norms == ("fc_norm", "norm_output") == read_recorded().config.norms
+    weights = load_file(DRAFT / "model.safetensors")
+    assert all(bool((weights[f"fc_norm.{i}.weight"] != 1).any()) for i in range(3)), "they learn"
+    interrupted(monkeypatch)
+    train.main()
+    assert DraftRecord.read(DRAFT / DRAFT_RECORD) == record
+
+
+def test_a_resume_point_of_other_norms_is_left_alone_and_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = interrupted(monkeypatch)
+    set_params(here, norms=NORMS)
+    train.main()
+    said = capsys.readouterr().err
+    assert f"left alone: an unfinished run in {point}" in said
+    assert "train.norms was None, is ['fc_norm', 'norm_output']" in said and "resumed" not in said
+
+
+def test_a_plain_drafts_params_and_record_say_nothing_of_norms(here: Path) -> None:
+    params = train.load_params()
+    assert params.train.norms == () and "norms" not in params.train.model_dump(mode="json")
+    train.main()
+    assert "norms" not in (DRAFT / DRAFT_RECORD).read_text()
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ("fc_norm", r"fc_norm\.0\.weight is unknown"),
+        ("norm_output", r"expected: \['fc_norm', 'norm_output'\], as in the draft's record\n  got: \['fc_norm'\]"),
+    ],
+)
+def test_a_draft_whose_config_lost_a_norm_is_not_served(here: Path, lost: str, words: str) -> None:
+    set_params(here, norms=NORMS)
+    train.main()
+    path = DRAFT / "config.json"
+    config = json.loads(path.read_text())
+    del config[lost]
+    path.write_text(json.dumps(config))
+    with pytest.raises(EngineError, match=words):
+        open_served(train.load_params(), DraftRecord.read(DRAFT / DRAFT_RECORD))
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -127,6 +127,27 @@ def test_a_draft_of_other_sizes_is_refused_all_at_once(here: Path) -> None:
     assert error.expected == "train.heads 2; train.kv_heads 1" and error.got == "4; 2"
 
 
+def test_a_draft_of_other_norms_is_refused(here: Path) -> None:
+    set_params(start_from="earlier", norms=["fc_norm", "norm_output"])
+    error = refused()
+    assert isinstance(error, Refusal)
+    assert error.expected == "train.norms ['fc_norm', 'norm_output']" and error.got == "[]"
+
+
+def test_training_goes_on_from_a_draft_of_the_same_norms(here: Path) -> None:
+    told = {"norms": ["fc_norm", "norm_output"], "optimizer_steps": 1, "evaluate_every": 1}
+    set_params(**told)
+    train.main()
+    shutil.rmtree(EARLIER)
+    shutil.move(DRAFT, EARLIER)
+    set_params(start_from="earlier", **told | {"learning_rate": 1e-9})
+    train.main()
+    own, theirs = (load_file(folder / "model.safetensors") for folder in (DRAFT, EARLIER))
+    assert "fc_norm.2.weight" in own and not torch.equal(theirs["fc_norm.2.weight"], torch.ones(64))
+    for name, tensor in own.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=0)
+
+
 def test_a_draft_whose_files_are_not_its_records_is_refused(here: Path) -> None:
     rewrite(weights_digest="sha256:1")
     set_params(start_from="earlier")

@@ -28,6 +28,8 @@ def between_sections(sections: Mapping[str, Any]) -> list[str]:
         faults.append(f"train.heads {train.heads} is not a multiple of train.kv_heads {train.kv_heads}")
     if train and train.head_dim % 2:
         faults.append(f"train.head_dim {train.head_dim} is odd; rotary positions turn pairs")
+    if train and {"fc_norm", "norm_before_fc"} <= set(train.norms):
+        faults.append("train.norms has fc_norm and norm_before_fc: one norms each state, the other all three as one")
     if prepare and (room := prepare.max_prompt_tokens + prepare.max_new_tokens) > prepare.max_row_tokens:
         faults.append(
             f"prepare.max_row_tokens {prepare.max_row_tokens} is below max_prompt_tokens + max_new_tokens = {room}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -14,6 +14,11 @@ from stages.contracts.manifest import CaptureSpec, TargetIdentity
 
 DRAFT = Path("models/draft")
 DRAFT_RECORD = "draft_record.json"
+
+# What EAGLE-3.1 adds to EAGLE-3, by the names that SGLang, vLLM and speculators have for it in config.json; stages/drafts/_module.py
+# says what each computes.
+DraftNorm = Literal["fc_norm", "norm_before_fc", "norm_output"]
+NORMS: tuple[DraftNorm, ...] = get_args(DraftNorm)
 
 
 class DraftStart(Fact):
@@ -34,8 +39,8 @@ class DraftStart(Fact):
 
 
 class DraftRecord(Fact):
-    """models/draft/draft_record.json; its digest is the draft's name everywhere else. start: none when training started
-    from the target; nothing is said of it then."""
+    """models/draft/draft_record.json; its digest is the draft's name everywhere else. norms: those it was trained with,
+    if any. start: none when training started from the target; nothing is said of it then."""
 
     version: Literal[1] = 1
     algorithm: Literal["eagle3"] = "eagle3"
@@ -52,11 +57,26 @@ class DraftRecord(Fact):
     layer_ids: tuple[int, ...]
     weights_digest: str
     config_digest: str
+    norms: tuple[DraftNorm, ...] = Field(default=(), exclude_if=lambda norms: not norms)
     start: DraftStart | None = Field(default=None, exclude_if=lambda start: start is None)
 
     @property
     def points(self) -> tuple[int, ...]:
         return self.capture.points
+
+
+def norms_of(raw: dict[str, Any]) -> tuple[DraftNorm, ...]:
+    """The norms that engines make of a draft's config.json: each key where they look for it, and nowhere else.
+
+    Sources: SGLang 0.5.23, models/llama_eagle3.py (`use_aux_norm` is its old name for fc_norm); vLLM's of the same name.
+    """
+    eagle: dict[str, Any] = raw.get("eagle_config") or {}
+    said = {
+        "fc_norm": raw.get("fc_norm") or raw.get("use_aux_norm"),
+        "norm_before_fc": eagle.get("norm_before_fc", raw.get("norm_before_fc")),
+        "norm_output": raw.get("norm_output"),
+    }
+    return tuple(name for name in NORMS if said[name])
 
 
 def read_draft_config(path: Path) -> dict[str, Any]:

@@ -22,10 +22,6 @@ _AS_TRAINED: dict[str, tuple[Any, ...]] = {
     "bias": (None, False),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
-    "norm_before_fc": (None, False),
-    "norm_output": (None, False),
-    "fc_norm": (None, False),
-    "use_aux_norm": (None, False),
     "num_aux_hidden_states": (None, 3),
 }
 

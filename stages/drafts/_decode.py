@@ -7,6 +7,8 @@ D draft vocabulary, V target vocabulary; K key-value heads, G query heads a key-
 Position p:  x = [input_layernorm(embed(t[p+1])), hidden_norm(g[p])]   g[p] = fc(states at p), or the draft's own last state
              h = g[p] + attention(x), h = h + mlp(h)                   the residual is g before its norm
              proposal = lm_head(norm(h)) for t[p+2]                    and h, before its norm, is the next step's g
+
+With `norm_output` it is h after `norm`; `fc_norm` and `norm_before_fc` norm the states before fc.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ class DraftDecoder:
         self.input_norm, self.state_norm = t[_LAYER + "input_layernorm.weight"], t[_LAYER + "hidden_norm.weight"]
         self.post_norm, self.norm = t[_LAYER + "post_attention_layernorm.weight"], t["norm.weight"]
         attention, mlp = _LAYER + "self_attn.", _LAYER + "mlp."
+        self.input_norm_3H = t.get("input_norm.weight")
+        self.fc_norm_H = [t[f"fc_norm.{i}.weight"] for i in range(len(points))] if "fc_norm" in c.norms else []
         self.fc = linear(t["fc.weight"])
         self.qkv = linear(torch.cat([t[f"{attention}{name}_proj.weight"] for name in "qkv"]))
         self.out = linear(t[attention + "o_proj.weight"])
@@ -104,9 +108,9 @@ class DraftDecoder:
             last_B: index into T of each request's newest row.
 
         Returns:
-            logits [B, D] and the draft's own state [B, H].
+            logits [B, D] and the draft's own state [B, H], as `step` takes it.
         """
-        state_TH = self.fc(aux_TF)
+        state_TH = self._fuse(aux_TF)
         q = self._attend_to(ids_T, state_TH, slot_T, position_T)
         return self._answer(q[last_B], state_TH[last_B], position_T[last_B])
 
@@ -115,6 +119,15 @@ class DraftDecoder:
         """Go on from the draft's own state, which stands in for the target's at position_B."""
         slot_B = torch.arange(len(ids_B), device=ids_B.device)
         return self._answer(self._attend_to(ids_B, state_BH, slot_B, position_B), state_BH, position_B)
+
+    def _fuse(self, aux_TF: Tensor) -> Tensor:
+        size, eps = self.config.hidden_size, self.config.eps
+        if self.input_norm_3H is not None:
+            aux_TF = F.rms_norm(aux_TF, aux_TF.shape[-1:], self.input_norm_3H, eps)
+        if self.fc_norm_H:
+            parts = zip(aux_TF.split(size, dim=-1), self.fc_norm_H, strict=True)
+            aux_TF = torch.cat([F.rms_norm(state, (size,), weight, eps) for state, weight in parts], dim=-1)
+        return self.fc(aux_TF)
 
     def _attend_to(self, ids: Tensor, state: Tensor, slot: Tensor, position: Tensor) -> Tensor:
         """Store keys and values of these pairs; return their queries [rows, heads, E]."""
@@ -147,4 +160,5 @@ class DraftDecoder:
         h = residual + self.out(attended.reshape(B, self.config.heads * self.config.head_dim))
         gate, up = self.gate_up(F.rms_norm(h, (self.config.hidden_size,), self.post_norm, self.config.eps)).chunk(2, -1)
         h = h + self.down(F.silu(gate) * up)
-        return self.head(F.rms_norm(h, (self.config.hidden_size,), self.norm, self.config.eps)), h
+        normed = F.rms_norm(h, (self.config.hidden_size,), self.norm, self.config.eps)
+        return self.head(normed), normed if "norm_output" in self.config.norms else h

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from stages.contracts.draft import read_draft_config
+from stages.contracts.draft import norms_of, read_draft_config
 from stages.contracts.errors import DataError, EngineError
 from stages.contracts.files import canonical, write_whole
 from stages.drafts._module import Eagle3, Eagle3Config
@@ -73,6 +73,7 @@ def config_json(c: Eagle3Config, layer_ids: Sequence[int], dtype: str = "float32
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "torch_dtype": dtype,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids), "use_aux_hidden_state": True},
+        **dict.fromkeys(c.norms, True),
     }
 
 
@@ -159,6 +160,8 @@ def _parse(raw: dict[str, Any], where: Path) -> tuple[Eagle3Config, tuple[int, .
     eos = raw.get("eos_token_id")
     if any(type(i) is not int for i in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
         faults.append(f"eos_token_id is {eos!r}, no token id")
+    if {"fc_norm", "norm_before_fc"} <= set(norms := norms_of(raw)):
+        faults.append("fc_norm and norm_before_fc are both set: a draft is trained with one of them at most")
     if faults:
         raise EngineError("No engine loads this draft as meant", where=str(where), got="; ".join(faults), do=_MEND)
     sizes = {key: raw[key] for key in needed}
@@ -175,6 +178,7 @@ def _parse(raw: dict[str, Any], where: Path) -> tuple[Eagle3Config, tuple[int, .
         max_positions=sizes["max_position_embeddings"],
         bos_id=raw.get("bos_token_id"),
         eos_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
+        norms=norms,
     )
     return config, tuple(layer_ids)
 

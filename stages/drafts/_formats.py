@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from stages.contracts.draft import read_draft_config
+from stages.contracts.draft import NORMS, read_draft_config
 from stages.contracts.errors import EngineError
 from stages.contracts.files import canonical, write_whole
 from stages.drafts._export import CONFIG, EMBEDDING, WEIGHTS, DraftCheckpoint, config_json
@@ -63,9 +63,7 @@ def _speculators(
         "draft_vocab_size": draft.config.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(ids),
         "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        **{name: name in draft.config.norms for name in NORMS},
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
@@ -157,4 +155,5 @@ def _size_faults(raw: dict[str, Any], draft: DraftCheckpoint) -> list[str]:
     inside = raw.get("transformer_layer_config", raw)
     pairs = [(key, good[key], inside.get(key)) for key in (*_INSIDE, "rope_theta")]
     pairs.append(("draft_vocab_size", good["draft_vocab_size"], raw.get("draft_vocab_size")))
+    pairs += [(name, name in draft.config.norms, raw.get(name, False)) for name in NORMS]
     return [f"{key} is {got!r}, not {value!r}" for key, value, got in pairs if got != value]

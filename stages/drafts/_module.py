@@ -8,6 +8,9 @@ A row and what the draft makes of it (x: token embedded, g: fused states, y: wha
     predicts      y2   y3   y4             y[p+2] = logits for t[p+2], over the draft vocabulary
 
 Pair p sits at rotary position p. A further draft step takes its own h (before `norm`) for g and the next token for x.
+EAGLE-3.1 adds norms, each an option: `fc_norm` (an RMSNorm of each of the three states before fc) or `norm_before_fc` (one of
+all 3H values, `input_norm`), and `norm_output`: a further step takes h after `norm`. Sources: SGLang 0.5.23 and vLLM, models/llama_eagle3.py; speculators
+0.9.0, models/eagle3/core.py.
 Parameter names are those of the export, which are SGLang's. Shape suffixes: N positions, H hidden size, D head size,
 V target vocabulary; the draft vocabulary is called so.
 """
@@ -20,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stages.contracts.draft import DraftNorm
 from stages.drafts._products import Linear
 
 
@@ -39,6 +43,7 @@ class Eagle3Config:
     max_positions: int
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    norms: tuple[DraftNorm, ...] = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter of the export by name, with its shape."""
@@ -57,6 +62,10 @@ class Eagle3Config:
             "mlp.down_proj": (H, I),
         }
         outside = {"fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (self.draft_vocab_size, H)}
+        if "fc_norm" in self.norms:
+            outside |= {f"fc_norm.{i}.weight": (H,) for i in range(3)}
+        if "norm_before_fc" in self.norms:
+            outside["input_norm.weight"] = (3 * H,)
         return outside | {f"midlayer.{name}.weight": shape for name, shape in block.items()}
 
 
@@ -120,7 +129,10 @@ class Eagle3(nn.Module):
     def __init__(self, config: Eagle3Config, embedding: Tensor) -> None:
         super().__init__()
         self.config = config
-        self.fc = Linear(3 * config.hidden_size, config.hidden_size)
+        H, norms = config.hidden_size, config.norms
+        self.input_norm = Norm(3 * H, config.eps) if "norm_before_fc" in norms else None
+        self.fc_norm = nn.ModuleList([Norm(H, config.eps) for _ in range(3)]) if "fc_norm" in norms else None
+        self.fc = Linear(3 * H, H)
         self.midlayer = Midlayer(config)
         self.norm = Norm(config.hidden_size, config.eps)
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size)
@@ -128,6 +140,11 @@ class Eagle3(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """g [..., H] from the states at the three points, ascending, concatenated [..., 3H]."""
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        if self.fc_norm is not None:
+            chunks = zip(self.fc_norm, aux.chunk(3, dim=-1), strict=True)
+            aux = torch.cat([norm(state) for norm, state in chunks], dim=-1)
         return self.fc(aux)
 
     def block_input(self, tokens: Tensor, g: Tensor) -> Tensor:
@@ -139,6 +156,10 @@ class Eagle3(nn.Module):
         """h [N, H] before `norm`, from the un-normed g and the heads' outputs [N, heads, D]."""
         h = g + self.midlayer.self_attn.o_proj(attended.flatten(1))
         return h + self.midlayer.mlp(self.midlayer.post_attention_layernorm(h))
+
+    def handed_on(self, h: Tensor) -> Tensor:
+        """g [..., H] of the next draft step, from this one's h before `norm`."""
+        return self.norm(h) if "norm_output" in self.config.norms else h
 
     def draft_logits(self, h: Tensor) -> Tensor:
         """[..., draft vocabulary]."""

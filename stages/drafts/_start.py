@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
+from stages.contracts.draft import DraftNorm
 from stages.drafts._loss import Loss, Teacher
 from stages.drafts._module import Eagle3, Eagle3Config
 
@@ -26,6 +27,7 @@ def start_draft(
     head_dim: int,
     intermediate_size: int,
     seed: int,
+    norms: Sequence[DraftNorm] = (),
     head: Literal["trained", "frozen"] = "trained",
     loss: Loss = "kl",
     products: Literal["auto", "float32", "bfloat16"] = "float32",
@@ -36,6 +38,7 @@ def start_draft(
     Args:
         target: not packed, for its weights are read.
         target_ids: target id of every draft id, ascending, i64.
+        norms: of EAGLE-3.1; _module.py says which. They start as ones.
         head: "frozen" leaves lm_head as the target's own rows, so that neither its gradient nor its optimizer state is
             computed: less work a step, for a little accept length (served on the default rows: 1.692, trained 1.727).
         loss: what training lowers; _loss.py has the formulae.
@@ -56,6 +59,7 @@ def start_draft(
         max_positions=c.max_positions,
         bos_id=c.bos_id,
         eos_ids=c.eos_ids,
+        norms=tuple(norms),
     )
     ids = target_ids.to(target.device)
     rows = target.head_weight[ids].float()

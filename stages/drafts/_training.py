@@ -155,16 +155,16 @@ def chain_states(draft: Eagle3, batch: PackedBatch, layout: Layout) -> list[Tens
 
     def further(step: int, seen: Seen, h: Tensor, *chain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h of this step, and what it adds to the chain; `h` and `chain` (key and value by step) as the steps before left them."""
-        h = h.index_select(0, layout.keep[step - 1])
-        qkv = from_token(fed[step]) + linear(norm(h), of_state)
-        q, k, v = qkv.view(len(h), -1, D).split(groups, dim=1)
+        g = draft.handed_on(h.index_select(0, layout.keep[step - 1]))
+        qkv = from_token(fed[step]) + linear(norm(g), of_state)
+        q, k, v = qkv.view(len(g), -1, D).split(groups, dim=1)
         table = rotary(c, layout.positions_T[roots[step]] + step, q)
         own = rotate(k, table), v.contiguous()  # else all of qkv is kept
         alive = [torch.searchsorted(roots[i], roots[step]) for i in range(1, step)]
         before = [
             (k.index_select(0, i), v.index_select(0, i)) for k, v, i in zip(chain[::2], chain[1::2], alive, strict=True)
         ]
-        return draft.block_output(h, attend(rotate(q, table), k_KHD, v_KHD, [*before, own], seen)), *own
+        return draft.block_output(g, attend(rotate(q, table), k_KHD, v_KHD, [*before, own], seen)), *own
 
     found: list[Tensor] = [kept_or_made_again(draft, first, seen(0))]
     chain: list[Tensor] = []

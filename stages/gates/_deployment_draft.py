@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stages.contracts.draft import norms_of
 from stages.contracts.params import Params
 from stages.gates._deployment_evidence import TRAIN, Evidence
 from stages.gates._judge import Expectation, Table, among, between, same, unique
@@ -30,6 +31,11 @@ def needed_tensors(config: dict[str, Any]) -> dict[str, tuple[str, str]]:
         "mlp.down_proj": [H, I],
     }
     floats = {"fc": [H, 3 * H], "norm": [H], "lm_head": [D, H], **{f"midlayer.{n}": s for n, s in layer.items()}}
+    norms = norms_of(config)
+    if "fc_norm" in norms:
+        floats |= {f"fc_norm.{i}": [H] for i in range(3)}
+    if "norm_before_fc" in norms:
+        floats["input_norm"] = [3 * H]
     needed = {f"{name}.weight": (str(shape), "floating") for name, shape in floats.items()}
     return {**needed, "d2t": (str([D]), "int64"), "t2d": (str([V]), "bool")}
 

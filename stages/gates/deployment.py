@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stages.contracts.draft import norms_of
 from stages.contracts.evidence import BenchmarkEvidence, ServingPolicy
 from stages.contracts.params import Params
 from stages.gates._deployment_draft import tensors, vocabulary
@@ -92,6 +93,7 @@ def _config(e: Evidence, params: Params) -> Table:
         ("draft_vocab_size in the record", params.merge.draft_vocab_size, e.record.draft_vocab_size),
         ("tie_word_embeddings", False, e.config.get("tie_word_embeddings")),
         ("eagle_config.use_aux_hidden_state", True, eagle.get("use_aux_hidden_state")),
+        ("norms that engines make of it", e.record.norms, norms_of(e.config)),
         ("layer ids in the record", e.record.layer_ids, eagle.get("eagle_aux_hidden_state_layer_ids") or ()),
         ("points that the engine makes of the layer ids", e.record.points, e.config_points),
         ("layers of the target", params.target.layers, e.record.target.layers),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stages.contracts.draft import DraftRecord
+from stages.contracts.draft import DraftRecord, norms_of
 from stages.glancing.contents import Shape
 from stages.glancing.feeding import IDS, tell_feeds
 from stages.glancing.figures import of_spec
@@ -16,6 +16,10 @@ from stages.glancing.weights import Weights, tell_weights
 
 _PREFIXES = ("model.", "draft_model.", "module.")
 _SHORT_CONTEXT = 2048
+_NORM_WEIGHTS = {
+    "fc_norm": ("fc_norm.", "aux_norm_"),
+    "norm_before_fc": ("input_norm.",),
+}  # aux_norm_: SGLang's old name
 
 
 def is_draft(config: dict[str, Any]) -> bool:
@@ -56,7 +60,9 @@ def tell_draft(
     tell_weights(told, weights)
     _sizes(told, config)
     tell_feeds(told, config, record, depth, points_of)
-    _tensors(told, config, {_bare(n): s for n, s in weights.tensors.items()})
+    tensors = {_bare(n): s for n, s in weights.tensors.items()}
+    _tensors(told, config, tensors)
+    _norms(told, config, tensors, record)
     _config(told, config)
     told.next = ["dvc repro serve-validate benchmark gate-deployment"] if record else []
     told.next.append(f"python -m stages.glance {told.path} --{'verify' if record else 'deep'}")
@@ -169,6 +175,38 @@ def _vocabulary(told: Told, tensors: dict[str, Shape], V: object, D: object) -> 
         told.add("note", "d2t without t2d: engines need only the first, trainers both")
 
 
+def _norms(told: Told, config: dict[str, Any], tensors: dict[str, Shape], record: DraftRecord | None) -> None:
+    """EAGLE-3.1's norms: an engine that does not know a key, or finds no weight for it, says nothing."""
+    told.facts["norms"] = list(norms := norms_of({**config, "eagle_config": section(config, "eagle_config")}))
+    if record and record.norms != norms:
+        told.add(
+            "fault",
+            f"config.json makes engines compute the norms {list(norms)}; it was trained with {list(record.norms)}",
+            "export the draft again",
+        )
+    for name, prefixes in _NORM_WEIGHTS.items():
+        there = any(n.startswith(prefixes) for n in tensors)
+        if tensors and there != (name in norms):
+            said = f"{name} is set, and there is no" if name in norms else f"{name} is not set, and there is"
+            told.add(
+                "fault", f"{said} {prefixes[0]}*: engines leave it at ones, or pass over it", "export the draft again"
+            )
+    if norms and not record:
+        told.add(
+            "risk",
+            f"{' and '.join(norms)} {'is' if len(norms) == 1 else 'are'} set: SGLang's Llama class reads EAGLE-3.1's keys in 0.5.23, "
+            "its Kimi-K2.5 class all but norm_before_fc; older engines ignore them and their weights",
+            "look for the key in sglang/srt/models/llama_eagle3.py, or vLLM's llama_eagle3.py, of the version that serves",
+        )
+    if "norm_output" in norms and not record:
+        told.add(
+            "risk",
+            "norm_output is set: SpecForge 0.2.0 means by it what every draft does, and trains the next step on states before the "
+            "norm; SGLang and vLLM would feed it states after the norm",
+            "of a draft trained with SpecForge before its pull request 879, take the key out of config.json",
+        )
+
+
 def _config(told: Told, config: dict[str, Any]) -> None:
     """Settings that make a draft useless without an error."""
     V, D = told.facts["vocab_size"], told.facts["draft_vocab_size"]
@@ -193,12 +231,6 @@ def _config(told: Told, config: dict[str, Any]) -> None:
     if "speculators_config" in config:
         told.add(
             "note", "Written in speculators' format: vLLM serves it; for SGLang export it as LlamaForCausalLMEagle3"
-        )
-    if config.get("norm_before_fc") or eagle.get("norm_before_fc"):
-        told.add(
-            "risk",
-            "norm_before_fc is set: SGLang's Kimi-K2.5 class ignores it and its weight; its Llama class reads it in 0.5.23",
-            "look for norm_before_fc in sglang/srt/models/llama_eagle3.py of the version that serves, or serve it with vLLM",
         )
     layers = whole(config.get("num_hidden_layers"))
     if layers is not None and layers != 1:

@@ -5,9 +5,12 @@ Written from the formulae, not from stages/drafts: only parameter names are shar
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from stages.contracts.draft import DraftNorm
 from stages.drafts.eagle3 import Eagle3, Eagle3Config, PackedBatch, Teacher
 
 CONFIG = Eagle3Config(
@@ -22,11 +25,25 @@ CONFIG = Eagle3Config(
     rope_theta=10000.0,
     max_positions=64,
 )
+CHOICES: list[tuple[DraftNorm, ...]] = [
+    (),
+    ("fc_norm",),
+    ("norm_before_fc",),
+    ("norm_output",),
+    ("fc_norm", "norm_output"),
+    ("norm_before_fc", "norm_output"),
+]
+"""Every set of norms that a draft can be trained with."""
 
 
-def make_draft(seed: int = 0, dtype: torch.dtype = torch.float64, config: Eagle3Config = CONFIG) -> Eagle3:
+def make_draft(
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    config: Eagle3Config = CONFIG,
+    norms: tuple[DraftNorm, ...] = (),
+) -> Eagle3:
     torch.manual_seed(seed)
-    draft = Eagle3(config, torch.randn(config.vocab_size, config.hidden_size)).to(dtype)
+    draft = Eagle3(replace(config, norms=norms), torch.randn(config.vocab_size, config.hidden_size)).to(dtype)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -73,6 +90,7 @@ class Chain:
 
     def __init__(self, draft: Eagle3) -> None:
         self.w, self.c, self.embedding = dict(draft.named_parameters()), draft.config, draft.embedding
+        self.norms = draft.config.norms
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -101,6 +119,21 @@ class Chain:
         gate, up = w[at + "mlp.gate_proj.weight"] @ y, w[at + "mlp.up_proj.weight"] @ y
         return h + w[at + "mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
 
+    def fuse(self, aux: Tensor) -> Tensor:
+        """g from the three states [3H] of one position."""
+        if "norm_before_fc" in self.norms:
+            aux = rms(aux, self.w["input_norm.weight"], self.c.eps)
+        if "fc_norm" in self.norms:
+            H = self.c.hidden_size
+            low, middle, high = (
+                rms(aux[i * H : i * H + H], self.w[f"fc_norm.{i}.weight"], self.c.eps) for i in range(3)
+            )
+            aux = torch.cat([low, middle, high])
+        return self.w["fc.weight"] @ aux
+
+    def next_g(self, h: Tensor) -> Tensor:
+        return rms(h, self.w["norm.weight"], self.c.eps) if "norm_output" in self.norms else h
+
     def logits(self, h: Tensor) -> Tensor:
         return self.w["lm_head.weight"] @ rms(h, self.w["norm.weight"], self.c.eps)
 
@@ -110,12 +143,12 @@ def chain_logits(draft: Eagle3, tokens: list[int], aux: Tensor, root: int, steps
     chain = Chain(draft)
     h = torch.empty(0)
     for p in range(root + 1):
-        h = chain(tokens[p + 1], dict(draft.named_parameters())["fc.weight"] @ aux[p], p)
+        h = chain(tokens[p + 1], chain.fuse(aux[p]), p)
     found = [chain.logits(h)]
     for i in range(1, steps):
         if root + 1 + i >= len(tokens):
             break
-        h = chain(tokens[root + 1 + i], h, root + i)
+        h = chain(tokens[root + 1 + i], chain.next_g(h), root + i)
         found.append(chain.logits(h))
     return found
 

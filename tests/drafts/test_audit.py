@@ -82,11 +82,9 @@ def test_an_embedding_of_its_own_is_refused_for_the_engine_takes_the_target_s(fo
     [
         (lambda c: c.update(rope_scaling={"rope_type": "yarn", "factor": 64.0}), "RoPE scaling 'yarn'"),
         (lambda c: c.update(rope_parameters={"rope_type": "default", "rope_theta": 5e4}), "rope_theta 50000.0 is not"),
-        (
-            lambda c: c["eagle_config"].update(norm_before_fc=True),
-            "norm_before_fc is True: the draft was trained without",
-        ),
-        (lambda c: c.update(norm_output=True, attention_bias=True), "attention_bias is True(.|\n)*norm_output is True"),
+        (lambda c: c["eagle_config"].update(norm_before_fc=True), r"input_norm\.weight is missing"),
+        (lambda c: c.update(use_aux_norm=True), r"fc_norm\.0\.weight is missing"),
+        (lambda c: c.update(mlp_bias=True, attention_bias=True), "attention_bias is True(.|\n)*mlp_bias is True"),
         (lambda c: c.update(target_hidden_size=64), "target_hidden_size is 64"),
         (lambda c: c.update(num_aux_hidden_states=4), "num_aux_hidden_states is 4"),
     ],

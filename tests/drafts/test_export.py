@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stages.contracts.draft import DraftNorm
 from stages.contracts.errors import DataError, EngineError
 from stages.drafts.eagle3 import Eagle3, export, look_ahead, read_draft
-from tests.drafts.reference import CONFIG, make_batch, make_draft, make_teacher
+from tests.drafts.reference import CHOICES, CONFIG, make_batch, make_draft, make_teacher
 
 LAYER_IDS = (1, 4, 6)
 
@@ -69,6 +70,65 @@ def test_what_is_read_back_is_what_was_exported(folder: Path) -> None:
     assert torch.equal(
         look_ahead(again, teacher, batch, 3, 0.8).drafted, look_ahead(draft, teacher, batch, 3, 0.8).drafted
     )
+
+
+@pytest.mark.parametrize("norms", CHOICES, ids=" ".join)
+def test_norms_are_exported_under_the_keys_and_names_that_engines_read(
+    tmp_path: Path, norms: tuple[DraftNorm, ...]
+) -> None:
+    draft = make_draft(dtype=torch.float32, norms=norms)
+    export(draft, tmp_path, LAYER_IDS, *vocabulary())
+    raw, H = json.loads((tmp_path / "config.json").read_text()), CONFIG.hidden_size
+    assert {key: raw[key] for key in raw if "norm" in key and key != "rms_norm_eps"} == dict.fromkeys(norms, True)
+    known = {"hidden_norm", "input_layernorm", "post_attention_layernorm"}
+    found = {n: tuple(t.shape) for n, t in load_file(tmp_path / "model.safetensors").items() if "norm" in n}
+    found = {n: shape for n, shape in found.items() if not known & set(n.split(".")) and n != "norm.weight"}
+    wanted = {f"fc_norm.{i}.weight": (H,) for i in range(3)} if "fc_norm" in norms else {}
+    assert found == wanted | ({"input_norm.weight": (3 * H,)} if "norm_before_fc" in norms else {})
+    checkpoint = read_draft(tmp_path)
+    assert checkpoint.config == draft.config and checkpoint.config.norms == norms
+    again = checkpoint.module(draft.embedding).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in draft.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("norms", "change", "words"),
+    [
+        (("fc_norm",), {"fc_norm": None}, r"fc_norm\.0\.weight is unknown; fc_norm\.1\.weight is unknown; fc_norm\.2"),
+        (("norm_before_fc",), {"norm_before_fc": False}, r"input_norm\.weight is unknown"),
+        ((), {"fc_norm": True}, r"fc_norm\.0\.weight is missing; fc_norm\.1\.weight is missing; fc_norm\.2"),
+        ((), {"norm_before_fc": True}, r"input_norm\.weight is missing"),
+        (("fc_norm",), {"norm_before_fc": True}, "fc_norm and norm_before_fc are both set"),
+        (
+            ("norm_before_fc",),
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6], "use_aux_hidden_state": True, "norm_before_fc": False}},
+            r"input_norm\.weight is unknown",
+        ),
+    ],
+)  # fmt: skip
+def test_a_norm_that_config_and_weights_do_not_both_have_is_refused(
+    tmp_path: Path, norms: tuple[DraftNorm, ...], change: dict[str, object], words: str
+) -> None:
+    """Engines leave the norm at ones where a weight is missing, and pass over a weight that they have no norm for."""
+    export(make_draft(dtype=torch.float32, norms=norms), tmp_path, LAYER_IDS, *vocabulary())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(EngineError, match=words):
+        read_draft(tmp_path)
+
+
+def test_a_norm_of_which_a_weight_is_lost_is_refused(tmp_path: Path) -> None:
+    export(make_draft(dtype=torch.float32, norms=("fc_norm",)), tmp_path, LAYER_IDS, *vocabulary())
+    change(tmp_path, lambda t: t.pop("fc_norm.1.weight"))
+    with pytest.raises(EngineError, match=r"got: fc_norm\.1\.weight is missing\n"):
+        read_draft(tmp_path)
+
+
+def test_sglangs_old_key_for_fc_norm_means_the_same(tmp_path: Path) -> None:
+    export(make_draft(dtype=torch.float32, norms=("fc_norm",)), tmp_path, LAYER_IDS, *vocabulary())
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"fc_norm"', '"use_aux_norm"'))
+    assert "use_aux_norm" in path.read_text() and read_draft(tmp_path).config.norms == ("fc_norm",)
 
 
 def test_the_targets_embedding_is_left_out_unless_asked_for(folder: Path) -> None:

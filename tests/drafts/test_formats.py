@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from stages.contracts.draft import NORMS, DraftNorm
 from stages.contracts.errors import EngineError
 from stages.drafts._formats import audit
 from stages.drafts.eagle3 import FORMATS, DraftCheckpoint, Verifier, export, look_ahead, read_draft, write_as
-from tests.drafts.reference import make_batch, make_draft, make_teacher
+from tests.drafts.reference import CHOICES, make_batch, make_draft, make_teacher
 from tests.drafts.test_export import vocabulary
 
 POINTS = (2, 5, 7)
@@ -52,6 +53,23 @@ def test_the_speculators_format_has_its_config_and_the_embedding(draft: DraftChe
     assert raw["transformer_layer_config"]["vocab_size"] == 40 and raw["draft_vocab_size"] == 23
     assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     assert tensors["embed_tokens.weight"].dtype == draft.tensors["fc.weight"].dtype
+
+
+@pytest.mark.parametrize("norms", CHOICES, ids=" ".join)
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_says_the_norms_at_its_top_and_a_key_changed_is_named(
+    tmp_path: Path, name: str, norms: tuple[DraftNorm, ...]
+) -> None:
+    export(make_draft(dtype=torch.float32, norms=norms), tmp_path / "draft", (1, 4, 6), *vocabulary())
+    draft = read_draft(tmp_path / "draft")
+    path = write(name, draft, tmp_path / name) / "config.json"
+    told = json.loads(path.read_text())
+    assert {key: told.get(key, False) for key in NORMS} == {key: key in norms for key in NORMS}
+    assert (set(NORMS) <= told.keys()) == (name == "speculators" or set(NORMS) == set(norms))
+    for key in NORMS:
+        path.write_text(json.dumps(told | {key: key not in norms}))
+        with pytest.raises(EngineError, match=f"{key} is {key not in norms}, not {key in norms}"):
+            audit(name, draft, path.parent, POINTS, make_draft(dtype=torch.float32).embedding)
 
 
 def damaged(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from stages.contracts.draft import DraftNorm
 from stages.contracts.errors import DataError, EngineError
 from stages.drafts import _group
 from stages.drafts._gradients import add_gradients
@@ -68,12 +69,12 @@ def test_another_process_that_has_gone_is_told_in_words(monkeypatch: pytest.Monk
         Group(1, 2).total([1.0])
 
 
-def by_rank(rank: int, size: int, sharded: bool, recompute: bool) -> None:
+def by_rank(rank: int, size: int, sharded: bool, recompute: bool, norms: tuple[DraftNorm, ...]) -> None:
     """What one process does in the test below; run as a module of its own."""
     group = _group.join(torch.device("cpu"))
     assert (group.rank, group.size) == (rank, size)
     batch, empty = make_batch(MASKS, dtype=torch.float32), make_batch(["00000"], dtype=torch.float32)
-    draft, teacher = make_draft(dtype=torch.float32), make_teacher(dtype=torch.float32)
+    draft, teacher = make_draft(dtype=torch.float32, norms=norms), make_teacher(dtype=torch.float32)
     draft.recompute_steps = recompute
     if sharded:
         group.shard(draft, teacher)
@@ -99,15 +100,16 @@ def by_rank(rank: int, size: int, sharded: bool, recompute: bool) -> None:
     _group.leave()
 
 
-def run_group(size: int, sharded: bool = False, recompute: bool = False) -> dict:
+def run_group(size: int, sharded: bool = False, norms: tuple[DraftNorm, ...] = (), recompute: bool = False) -> dict:
     with socket.socket() as at:
         at.bind(("127.0.0.1", 0))
         port = at.getsockname()[1]
-    code = "from tests.drafts.test_group import by_rank; import sys; by_rank(*map(int, sys.argv[1:]))"
+    code = "from tests.drafts.test_group import by_rank; import sys; "
+    code += "by_rank(*map(int, sys.argv[1:5]), tuple(sys.argv[5:]))"
     world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", code, *(str(int(x)) for x in (rank, size, sharded, recompute))],
+            [sys.executable, "-c", code, *(str(int(x)) for x in (rank, size, sharded, recompute)), *norms],
             env={**os.environ, **world, "RANK": str(rank)},
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -122,9 +124,15 @@ def run_group(size: int, sharded: bool = False, recompute: bool = False) -> dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_two_processes_step_as_one_also_where_one_of_them_has_nothing_to_supervise(sharded: bool) -> None:
-    one, two = run_group(1), run_group(2, sharded)
+@pytest.mark.parametrize(
+    ("sharded", "norms"),
+    [(False, ()), (True, ()), (True, ("fc_norm", "norm_output"))],
+    ids=["replicated", "sharded", "sharded with norms"],
+)
+def test_two_processes_step_as_one_also_where_one_of_them_has_nothing_to_supervise(
+    sharded: bool, norms: tuple[DraftNorm, ...]
+) -> None:
+    one, two = run_group(1, norms=norms), run_group(2, sharded, norms)
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-6) and min(one["losses"]) > 0
     assert one["losses"][-1] == one["losses"][-2] and two["losses"][-1] == two["losses"][-2], (
         "what was loaded is what was"

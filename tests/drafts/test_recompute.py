@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stages.contracts.draft import NORMS, DraftNorm
 from stages.drafts._gradients import add_gradients
 from stages.drafts._group import ALONE
 from stages.drafts.eagle3 import Eagle3, Eagle3Config, PackedBatch, Teacher, look_ahead
@@ -22,12 +23,16 @@ def gradients(draft: Eagle3, teacher: Teacher, *batches: PackedBatch) -> tuple[T
     return loss, {name: p.grad.clone() for name, p in draft.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("norms", [(), NORMS], ids=["plain", "norms"])
 @pytest.mark.parametrize("products", [None, torch.bfloat16], ids=["as weights", "bfloat16"])
 @pytest.mark.parametrize("kind", ["kl", "lk"])
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "accumulated"])
-def test_loss_and_gradients_are_those_without_to_the_bit(products: torch.dtype | None, kind: str, pieces: bool) -> None:
+def test_loss_and_gradients_are_those_without_to_the_bit(
+    norms: tuple[DraftNorm, ...], products: torch.dtype | None, kind: str, pieces: bool
+) -> None:
     dtype = torch.float32 if products else torch.float64
-    draft, teacher, batch = make_draft(dtype=dtype), make_teacher(dtype=dtype), make_batch(MASKS, dtype=dtype)
+    draft, teacher = make_draft(dtype=dtype, norms=norms), make_teacher(dtype=dtype)
+    batch = make_batch(MASKS, dtype=dtype)
     teacher.loss, teacher.products = kind, products  # type: ignore[assignment]
     batches = [one_row(batch, i) for i in range(len(MASKS))] if pieces else [batch]
     loss, wanted = gradients(draft, teacher, *batches)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from stages.contracts.draft import DraftNorm
 from stages.drafts._decode import DraftDecoder
 from stages.drafts.eagle3 import export, look_ahead, read_draft
-from tests.drafts.reference import make_batch, make_draft, make_teacher
+from tests.drafts.reference import CHOICES, make_batch, make_draft, make_teacher
 
 STEPS = 3
 
 
-def test_the_served_draft_proposes_what_training_looked_ahead_to(tmp_path: Path) -> None:
-    draft, teacher = make_draft(dtype=torch.float32), make_teacher(dtype=torch.float32)
+@pytest.mark.parametrize("norms", CHOICES, ids=" ".join)
+def test_the_served_draft_proposes_what_training_looked_ahead_to(tmp_path: Path, norms: tuple[DraftNorm, ...]) -> None:
+    draft, teacher = make_draft(dtype=torch.float32, norms=norms), make_teacher(dtype=torch.float32)
     batch = make_batch(["000111111111"], dtype=torch.float32)
     with torch.no_grad():
         ahead = look_ahead(draft, teacher, batch, STEPS, 0.8)

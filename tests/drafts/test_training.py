@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from stages.contracts.draft import DraftNorm
 from stages.drafts._training import chain_states, lay_out
 from stages.drafts.eagle3 import look_ahead
-from tests.drafts.reference import chain_logits, make_batch, make_draft, make_teacher, reference_loss
+from tests.drafts.reference import CHOICES, chain_logits, make_batch, make_draft, make_teacher, reference_loss
 
 MASKS = ["0001111110", "0000", "00111", "0110111101", "0000011"]
 
 
-def test_every_step_from_every_root_equals_a_plain_chain_decoded_alone() -> None:
-    draft, batch = make_draft(), make_batch(MASKS)
+@pytest.mark.parametrize("norms", CHOICES, ids=" ".join)
+def test_every_step_from_every_root_equals_a_plain_chain_decoded_alone(norms: tuple[DraftNorm, ...]) -> None:
+    draft, batch = make_draft(norms=norms), make_batch(MASKS)
     layout = lay_out(batch.loss_mask, batch.lengths, 4)
     states = list(chain_states(draft, batch, layout))
     starts = torch.tensor(batch.lengths).cumsum(0) - torch.tensor(batch.lengths)
@@ -32,9 +34,9 @@ def test_every_step_from_every_root_equals_a_plain_chain_decoded_alone() -> None
     assert compared == sum(len(r) for r in layout.roots) > 20
 
 
-@pytest.mark.parametrize("steps", [1, 3, 5])
-def test_loss_and_gradients_equal_the_reference(steps: int) -> None:
-    draft, teacher, batch = make_draft(), make_teacher(), make_batch(MASKS)
+@pytest.mark.parametrize(("steps", "norms"), [(1, ()), (5, ()), *((3, norms) for norms in CHOICES)])
+def test_loss_and_gradients_equal_the_reference(steps: int, norms: tuple[DraftNorm, ...]) -> None:
+    draft, teacher, batch = make_draft(norms=norms), make_teacher(), make_batch(MASKS)
     expected = reference_loss(draft, teacher, batch, steps, 0.8)
     wanted = torch.autograd.grad(expected, list(draft.parameters()))
     ahead = look_ahead(draft, teacher, batch, steps, 0.8)
@@ -42,6 +44,16 @@ def test_loss_and_gradients_equal_the_reference(steps: int) -> None:
     got = torch.autograd.grad(ahead.loss, list(draft.parameters()))
     for (name, _), a, b in zip(draft.named_parameters(), got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_no_two_choices_of_norms_are_one_computation() -> None:
+    losses: list[float] = []
+    for norms in CHOICES:
+        draft = make_draft(norms=norms)
+        draft.load_state_dict(make_draft().state_dict(), strict=False)
+        losses.append(float(look_ahead(draft, make_teacher(), make_batch(MASKS), 3, 0.8).loss.detach()))
+    apart = [abs(a - b) for i, a in enumerate(losses) for b in losses[:i]]
+    assert min(apart) > 1e-4
 
 
 def test_the_mask_is_what_the_server_asks_for() -> None:

@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks.training_peers import absent
+from tests.drafts.reference import CHOICES
 
 SAME_LOGITS = """
 import sys, torch
+from dataclasses import replace
 from benchmarks.training_peers import SpecForge, Speculators
 from stages.drafts._training import chain_states, lay_out
 from tests.drafts.reference import CONFIG, make_batch, make_draft, make_teacher
 
 STEPS, LENGTH = 3, 9
-draft, teacher = make_draft(dtype=torch.float32), make_teacher(dtype=torch.float32)
+draft, teacher = make_draft(dtype=torch.float32, norms=tuple(sys.argv[2:])), make_teacher(dtype=torch.float32)
 batch = make_batch(["1" * LENGTH], dtype=torch.float32)
 
 class Inputs:
-    config = CONFIG
+    config = replace(CONFIG, norms=draft.config.norms)
     def tensor(self, name):
         t2d = torch.zeros(CONFIG.vocab_size, dtype=torch.bool)
         t2d[teacher.target_ids] = True
@@ -55,12 +57,15 @@ def test_an_absent_peer_is_told_in_words(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peer", ["specforge", "speculators"])
-def test_every_draft_step_of_a_peer_gives_our_logits_from_our_weights(peer: str) -> None:
+@pytest.mark.parametrize(
+    ("peer", "norms"),
+    [("specforge", ()), ("specforge", ("fc_norm",)), *(("speculators", norms) for norms in CHOICES)],
+)
+def test_every_draft_step_of_a_peer_gives_our_logits_from_our_weights(peer: str, norms: tuple[str, ...]) -> None:
     if why := absent(peer):
         pytest.skip(why)
     told = subprocess.run(
-        [sys.executable, "-c", SAME_LOGITS, peer],
+        [sys.executable, "-c", SAME_LOGITS, peer, *norms],
         env=os.environ | {"TORCHDYNAMO_DISABLE": "1"},
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stages.contracts.draft import DraftNorm
 from stages.drafts._decode import DraftDecoder
 from stages.drafts._export import DraftCheckpoint
 from stages.drafts.eagle3 import Eagle3Config
@@ -12,10 +13,12 @@ from stages.targets._decoder import Decoder
 from tests import tiny
 
 
-def random_checkpoint(target: Decoder, seed: int = 3, layer_ids: tuple[int, ...] = (0, 2, 4)) -> DraftCheckpoint:
+def random_checkpoint(
+    target: Decoder, seed: int = 3, layer_ids: tuple[int, ...] = (0, 2, 4), norms: tuple[DraftNorm, ...] = ()
+) -> DraftCheckpoint:
     """A draft of every second token of the target's vocabulary, weights drawn at random."""
     V = target.config.vocab_size
-    config = Eagle3Config(tiny.HIDDEN, 96, 4, 2, 16, V, (V + 1) // 2, 1e-5, 10000.0, 1024)
+    config = Eagle3Config(tiny.HIDDEN, 96, 4, 2, 16, V, (V + 1) // 2, 1e-5, 10000.0, 1024, norms=norms)
     g = torch.Generator().manual_seed(seed)
     tensors = {name: torch.randn(*shape, generator=g) * 0.2 for name, shape in config.shapes().items()}
     t2d = torch.arange(V) % 2 == 0

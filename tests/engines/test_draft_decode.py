@@ -6,16 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from stages.contracts.draft import DraftNorm
 from stages.drafts._decode import DraftDecoder
 from stages.drafts.eagle3 import Eagle3, rotary
 from stages.targets import load_target
 from stages.targets._decoder import Linear, rotate
 from tests import tiny
+from tests.drafts.reference import CHOICES
 from tests.engines.parts import random_checkpoint
 
 
 def plainly(draft: Eagle3, ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and state at the last of n positions with inputs `ids` [n] (tokens 1..n) and fused states g [n, H]."""
+    """Logits, and what the next step takes, at the last of n positions with inputs `ids` [n] (tokens 1..n) and fused states g [n, H]."""
     a, n = draft.midlayer.self_attn, len(ids)
     x = draft.block_input(ids, g)
     cos, sin = rotary(draft.config, torch.arange(n), x)
@@ -25,15 +27,15 @@ def plainly(draft: Eagle3, ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     scores = torch.einsum("qhd,khd->hqk", q, k) / draft.config.head_dim**0.5
     scores = scores.masked_fill(~torch.ones(n, n).tril().bool(), -torch.inf)
     h = draft.block_output(g, torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-    return draft.draft_logits(h)[-1], h[-1]
+    return draft.draft_logits(h)[-1], draft.handed_on(h)[-1]
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "norms"), [(True, ()), *((False, norms) for norms in CHOICES)])
 def test_cached_feeding_and_drafting_equals_the_trained_module(
-    tmp_path_factory: pytest.TempPathFactory, packed: bool
+    tmp_path_factory: pytest.TempPathFactory, packed: bool, norms: tuple[DraftNorm, ...]
 ) -> None:
     target = load_target(tiny.make_target(tmp_path_factory.mktemp("target")))
-    checkpoint = random_checkpoint(target)
+    checkpoint = random_checkpoint(target, norms=norms)
     module = checkpoint.module(target.embedding).eval()
 
     def linear(weight: Tensor) -> Linear:

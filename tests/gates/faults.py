@@ -807,6 +807,9 @@ DEPLOYMENT = (
     Fault("shape", "tensors", "tensors have the shapes that config.json says", tensor("fc.weight", shape="[64, 64]"), "[64, 64] against [64, 192]"),
     Fault("cast", "tensors", "weights are floating point, d2t is int64, t2d is bool", tensor("d2t", dtype="int32"), "int32 against int64"),
     Fault("NaN", "tensors", "weights are finite", tensor("norm.weight", finite=False), "norm.weight: no"),
+    Fault("norm without its weights", "tensors", FILE, config(fc_norm=True), "fc_norm.0.weight: missing", also=(SETTINGS,)),
+    Fault("weight without its norm", "tensors", FILE, more_tensors("input_norm.weight"), "input_norm.weight: unknown"),
+    Fault("another norm", "config", SETTINGS, config(norm_output=True), "norms that engines make of it: ['norm_output'] against []"),
     Fault("tied", "config", SETTINGS, config(tie_word_embeddings=True), "tie_word_embeddings: True against False"),
     Fault("other engine's ids", "config", SETTINGS, field(config_points=(2, 4, 6)), "points that the engine makes of the layer ids: [2, 4, 6] against [1, 3, 5]"),
     Fault(

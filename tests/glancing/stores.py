@@ -161,8 +161,16 @@ def automodel(folder: Path, shards: Iterable[int], rows: int = 10, each: int = 4
     return folder
 
 
-def draft(folder: Path, drop: Iterable[str] = (), block: str = "midlayer", fed: int = 3, **config: Any) -> Path:
-    """A draft as SGLang loads it: vocabulary 32, draft vocabulary 16. drop: tensors to leave out; config: keys changed."""
+def draft(
+    folder: Path,
+    drop: Iterable[str] = (),
+    block: str = "midlayer",
+    fed: int = 3,
+    more: Iterable[str] = (),
+    **config: Any,
+) -> Path:
+    """A draft as SGLang loads it: vocabulary 32, draft vocabulary 16. drop: tensors to leave out; more: norms' weights to
+    add; config: keys changed."""
     folder.mkdir(parents=True, exist_ok=True)
     V, D = 32, 16
     tensors = {
@@ -173,6 +181,7 @@ def draft(folder: Path, drop: Iterable[str] = (), block: str = "midlayer", fed: 
         "d2t": torch.zeros(D, dtype=torch.long),
         "t2d": torch.zeros(V, dtype=torch.bool),
     }
+    tensors |= {name: torch.ones(H) for name in more}
     save_file({k: v for k, v in tensors.items() if k not in set(drop)}, folder / "model.safetensors")
     raw = {
         "architectures": ["LlamaForCausalLMEagle3"],

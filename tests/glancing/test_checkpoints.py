@@ -79,6 +79,9 @@ def test_engines_take_their_default_where_ids_are_not_where_they_read_them(tmp_p
     assert "Two lists of ids: [3, 31, 59] at the top, [2, 30, 58] in eagle_config" in words(two, "fault")
 
 
+FC_NORM = [f"fc_norm.{i}.weight" for i in range(3)]
+
+
 @pytest.mark.parametrize(
     ("make", "level", "said"),
     [
@@ -93,7 +96,13 @@ def test_engines_take_their_default_where_ids_are_not_where_they_read_them(tmp_p
         (lambda d: stores.draft(d, max_position_embeddings=2048), "risk", "max_position_embeddings is 2048"),
         (lambda d: stores.draft(d, block="layers.0"), "risk", "The block is called layers.0.*: SGLang knows midlayer.*"),
         (lambda d: stores.draft(d, eagle_config={IDS: [2, 30, 58], "use_aux_hidden_state": False}), "fault", "use_aux_hidden_state is false"),
-        (lambda d: stores.draft(d, norm_before_fc=True), "risk", "norm_before_fc is set: SGLang's Kimi-K2.5 class ignores it"),
+        (lambda d: stores.draft(d, norm_before_fc=True), "risk", "norm_before_fc is set: SGLang's Llama class reads EAGLE-3.1's keys in 0.5.23, its Kimi-K2.5 class all but norm_before_fc"),
+        (lambda d: stores.draft(d, norm_before_fc=True), "fault", "norm_before_fc is set, and there is no input_norm.*"),
+        (lambda d: stores.draft(d, fc_norm=True, norm_output=True), "fault", "fc_norm is set, and there is no fc_norm.*"),
+        (lambda d: stores.draft(d, more=FC_NORM), "fault", "fc_norm is not set, and there is fc_norm.*"),
+        (lambda d: stores.draft(d, more=FC_NORM, eagle_config={IDS: [2, 30, 58], "fc_norm": True}), "fault", "fc_norm is not set, and there is fc_norm.*"),
+        (lambda d: stores.draft(d, more=FC_NORM, fc_norm=True, norm_output=True), "risk", "fc_norm and norm_output are set"),
+        (lambda d: stores.draft(d, norm_output=True), "risk", "norm_output is set: SpecForge 0.2.0 means by it what every draft does"),
         (lambda d: stores.draft(d, num_hidden_layers=2), "note", "num_hidden_layers is 2"),
         (lambda d: stores.draft(d, eagle_config={IDS: [-1, 2, 30], "use_aux_hidden_state": True}), "risk", "SGLang < 0.5.13, SGLang ≥ 0.5.13 would feed it the embedding (point 0)"),
     ],
@@ -102,6 +111,13 @@ def test_what_an_engine_would_pass_over_in_silence_is_said(
     tmp_path: Path, make: Callable[[Path], Path], level: str, said: str
 ) -> None:
     assert said in words(glance.look(make(tmp_path / "d")), level)
+
+
+@pytest.mark.parametrize(("key", "names"), [("fc_norm", "fc_norm."), ("use_aux_norm", "aux_norm_")])
+def test_norms_with_their_weights_are_no_fault(tmp_path: Path, key: str, names: str) -> None:
+    weights = [f"{names}{i}.weight" for i in ("low", "mid", "high")]
+    told = glance.look(stores.draft(tmp_path / "d", more=weights, norm_output=True, **{key: True}))
+    assert told.facts["norms"] == ["fc_norm", "norm_output"] and "norm" not in words(told, "fault")
 
 
 def test_the_embedding_is_called_by_its_name(tmp_path: Path) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from stages.contracts.draft import NORMS, DraftNorm
 from stages.contracts.sections.base import Number, Positive, Section, Seed, Share, Whole
+
+# In one order, so that equal choices are equal parameters.
+Norms = Annotated[tuple[DraftNorm, ...], AfterValidator(lambda told: tuple(name for name in NORMS if name in told))]
 
 
 class Train(Section):
@@ -24,6 +28,7 @@ class Train(Section):
     kv_heads: Positive
     head_dim: Positive
     intermediate_size: Positive
+    norms: Norms = Field(default=(), exclude_if=lambda norms: not norms)  # plain drafts keep the digests of before
     head: Literal["trained", "frozen"]
     loss: Literal["kl", "ce", "lk"]
     products: Literal["auto", "float32", "bfloat16"]
