@@ -46,12 +46,8 @@ from stages.targets import identify_target, load_target, locate_target
 WORK = Path(".cache/train")
 BOARD = Path("logs/tensorboard")  # a folder a run, named as its resume points
 _LAYOUT = 3  # of resume points: part of their key, raised when their content changes meaning
-_ANY = (
-    "processes",
-    "shard_weights",
-    "recompute_steps",
-    "checkpoint_every",
-)  # settings that do not decide what a run comes to
+# Settings that do not decide what a run comes to.
+_ANY = ("processes", "shard_weights", "recompute_steps", "tensorboard", "checkpoint_every")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,19 +79,8 @@ def read_inputs(params: Params, device: str) -> Inputs:
     d2t, t2d = vocabulary_of(start, (d2t_merged, t2d_merged), params)
     target = load_target(folder, device, stored=True)  # embedding, head and last layer are all that is read
     rows = read_rows(store, target.device)
-    names = (
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "intermediate_size",
-        "seed",
-        "norms",
-        "head",
-        "loss",
-        "products",
-        "recompute_steps",
-    )
-    draft, teacher = start_draft(target, target_ids(d2t), **{n: getattr(told, n) for n in names})
+    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "norms", "seed", "head", "loss", "products")
+    draft, teacher = start_draft(target, target_ids(d2t), **{n: getattr(told, n) for n in (*names, "recompute_steps")})
     carried = go_on_from(start, draft, teacher, rows, target_ids(d2t_merged), params) if start else None
     _say_start(start, carried, params)
     return Inputs(params, merged, gate, rows, draft, teacher, (d2t, t2d), carried)
@@ -184,6 +169,7 @@ def session_of(inputs: Inputs, group: Group) -> Session:
         improves=improves,
         rhythm=Rhythm(**{field.name: getattr(told, field.name) for field in dataclasses.fields(Rhythm)}),
         show=Board(BOARD / points.root.name).show if told.tensorboard and group.first else None,
+        read_ahead=rows.device.type != "cpu",  # on a CPU it would take what it spares
     )
     session.resume()
     if group.first:

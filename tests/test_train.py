@@ -27,7 +27,7 @@ from stages.contracts.manifest import HIDDEN_STATES, MERGED, MERGED_MANIFEST, Me
 from stages.contracts.report import report_path
 from stages.drafts import _resume
 from stages.drafts._resume import ResumePoints, ResumeState
-from stages.drafts.eagle3 import Trainer, read_draft
+from stages.drafts.eagle3 import Session, Trainer, read_draft
 from tests import line, tiny
 from tests.test_killed import killed
 
@@ -138,6 +138,20 @@ def test_twice_the_same_run_is_the_same_bytes(here: Path) -> None:
     first = DraftRecord.read(DRAFT / DRAFT_RECORD)
     train.main()
     assert DraftRecord.read(DRAFT / DRAFT_RECORD) == first
+
+
+def test_a_run_that_reads_ahead_leaves_the_same_bytes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train.main()
+    first = DraftRecord.read(DRAFT / DRAFT_RECORD)
+    whole, asked = Session.__init__, []
+
+    def ahead(self: Session, *args: object, **named: object) -> None:
+        asked.append(named["read_ahead"])
+        whole(self, *args, **{**named, "read_ahead": True})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Session, "__init__", ahead)
+    train.main()
+    assert DraftRecord.read(DRAFT / DRAFT_RECORD) == first and asked == [False]
 
 
 def test_a_run_that_makes_its_steps_again_leaves_the_same_bytes(here: Path) -> None:

@@ -15,6 +15,7 @@ from stages.contracts.progress import progress
 from stages.drafts._curves import Curves, HeldOut
 from stages.drafts._group import share_out
 from stages.drafts._module import Eagle3
+from stages.drafts._read_ahead import ReadAhead
 from stages.drafts._resume import ResumePoints
 from stages.drafts._trainer import BatchOrder, Trainer
 from stages.drafts._training import Ahead, PackedBatch
@@ -59,6 +60,7 @@ class Session:
         evaluate: held-out figures of a draft.
         improves: whether the second of two evaluations is better than the first beyond chance.
         show: is given the curves after every step.
+        read_ahead: make the next step's batches while one is computed.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class Session:
         improves: Callable[[HeldOut, HeldOut], bool],
         rhythm: Rhythm,
         show: Callable[[Curves], None] | None = None,
+        *,
+        read_ahead: bool = False,
     ) -> None:
         self.trainer, self.points, self.order, self.row_ids = trainer, points, order, row_ids
         self.pack, self.evaluate, self.improves, self.rhythm = pack, evaluate, improves, rhythm
-        self.show = show or (lambda _: None)
+        self.show, self.read_ahead = show or (lambda _: None), read_ahead
         self.curves, self.roots_seen = Curves(trainer.schedule.steps_ahead), 0
         self.watch = LossWatch(rhythm.max_loss_jump)
         self.best: Best | None = None
@@ -124,10 +128,10 @@ class Session:
     def run(self) -> Best:
         """Train to the end, or until nothing improves, from the start or the resume point."""
         steps, started, seen, held_out = self.trainer.schedule.optimizer_steps, time.monotonic(), 0, ""
-        with self._progress(steps) as advance:
+        with self._progress(steps) as advance, ReadAhead(self._read, steps, thread=self.read_ahead) as batches:
             advance(self.trainer.step)
             while self.trainer.step < steps and not self._tired:
-                ahead, loss = self._step()
+                ahead, loss = self._step(batches)
                 seen += ahead.tried[0]
                 last = self.trainer.step == steps
                 if last or self.trainer.step % self.rhythm.evaluate_every == 0:
@@ -146,11 +150,16 @@ class Session:
     def _tired(self) -> bool:
         return 0 < self.rhythm.stop_after <= self.stale
 
-    def _step(self) -> tuple[Ahead, float]:
-        step, group, started = self.trainer.step, self.trainer.group, time.monotonic()
-        rows, rate = self.order(step), self.trainer.schedule.rate(step)
+    def _read(self, step: int) -> tuple[list[int], list[PackedBatch]]:
+        """The step's rows, of all processes, and this one's batches of them."""
+        rows, group = self.order(step), self.trainer.group
         shares = share_out(rows, self.order.lengths, group.size * self.rhythm.accumulate)
-        batches = [self.pack(share) for share in shares[group.rank :: group.size] if share]
+        return rows, [self.pack(share) for share in shares[group.rank :: group.size] if share]
+
+    def _step(self, batches_of: ReadAhead[tuple[list[int], list[PackedBatch]]]) -> tuple[Ahead, float]:
+        step, started = self.trainer.step, time.monotonic()
+        rate = self.trainer.schedule.rate(step)
+        rows, batches = batches_of(step)
         waited = time.monotonic() - started
         ahead = self.trainer.train(*batches)
         loss = float(ahead.loss.detach())
