@@ -39,6 +39,7 @@ from stages.drafts.eagle3 import (
     export,
     join,
     leave,
+    match_scales,
     start_draft,
 )
 from stages.targets import identify_target, load_target, locate_target
@@ -46,6 +47,7 @@ from stages.targets import identify_target, load_target, locate_target
 WORK = Path(".cache/train")
 BOARD = Path("logs/tensorboard")  # a folder a run, named as its resume points
 _LAYOUT = 3  # of resume points: part of their key, raised when their content changes meaning
+_SCALED_BY = 16  # training rows whose states tell how large states are
 # Settings that do not decide what a run comes to.
 _ANY = ("processes", "shard_weights", "recompute_steps", "tensorboard", "checkpoint_every")
 
@@ -81,6 +83,8 @@ def read_inputs(params: Params, device: str) -> Inputs:
     rows = read_rows(store, target.device)
     names = ("heads", "kv_heads", "head_dim", "intermediate_size", "norms", "seed", "head", "loss", "products")
     draft, teacher = start_draft(target, target_ids(d2t), **{n: getattr(told, n) for n in (*names, "recompute_steps")})
+    if told.norms:
+        match_scales(draft, rows.pack(rows.train[:_SCALED_BY]).aux)
     carried = go_on_from(start, draft, teacher, rows, target_ids(d2t_merged), params) if start else None
     _say_start(start, carried, params)
     return Inputs(params, merged, gate, rows, draft, teacher, (d2t, t2d), carried)

@@ -38,7 +38,7 @@ def start_draft(
     Args:
         target: not packed, for its weights are read.
         target_ids: target id of every draft id, ascending, i64.
-        norms: of EAGLE-3.1; _module.py says which. They start as ones.
+        norms: of EAGLE-3.1; _module.py says which. They start as ones (`match_scales`).
         head: "frozen" leaves lm_head as the target's own rows, so that neither its gradient nor its optimizer state is
             computed: less work a step, for a little accept length (served on the default rows: 1.692, trained 1.727).
         loss: what training lowers; _loss.py has the formulae.
@@ -116,6 +116,32 @@ def initialise(draft: Eagle3, target: Decoder, teacher: Teacher, seed: int) -> N
         for linear, part in zip((layer.mlp.gate_proj, layer.mlp.up_proj), _plain(mlp.gate_up).chunk(2), strict=True):
             linear.weight.copy_(part)
         layer.mlp.down_proj.weight.copy_(down)
+
+
+@torch.no_grad()
+def match_scales(draft: Eagle3, aux: Tensor) -> None:
+    """Scale a fresh draft with EAGLE-3.1's norms so that it does what it would without them.
+
+    Norms hand fc states of about one instead of the target's own size, and `norm_output` hands a further step states of the size
+    of `norm`'s weights. The stream from g to `norm` is read through norms alone, so its size is free: here that of the
+    states which are handed on, for all steps. The layer's output stays in proportion. A draft without norms is left alone.
+
+    Args:
+        aux: states at the three points of some rows [T, 3H].
+    """
+    norms, H = draft.config.norms, draft.config.hidden_size
+    if not norms:
+        return
+
+    def size(x: Tensor) -> float:
+        return float(x.float().pow(2).mean(dim=-1).sqrt().median())
+
+    high = size(aux[:, 2 * H :])
+    given = 1.0 if "fc_norm" in norms else high / size(aux) if "norm_before_fc" in norms else high
+    stream = size(draft.norm.weight) if "norm_output" in norms else high
+    draft.fc.weight.mul_(stream / given)
+    for linear in (draft.midlayer.self_attn.o_proj, draft.midlayer.mlp.down_proj):
+        linear.weight.mul_(stream / high)
 
 
 @torch.no_grad()

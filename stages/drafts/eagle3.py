@@ -15,7 +15,7 @@ from stages.drafts._loss import Teacher
 from stages.drafts._module import Eagle3, Eagle3Config, rotary, rotate
 from stages.drafts._resume import ResumePoints
 from stages.drafts._session import Best, Rhythm, Session
-from stages.drafts._start import carry_over, start_draft
+from stages.drafts._start import carry_over, match_scales, start_draft
 from stages.drafts._trainer import BatchOrder, Schedule, Trainer
 from stages.drafts._training import Ahead, PackedBatch, look_ahead
 
@@ -48,6 +48,7 @@ __all__ = [
     "join",
     "leave",
     "look_ahead",
+    "match_scales",
     "read_draft",
     "rotary",
     "rotate",

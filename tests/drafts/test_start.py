@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from stages.contracts.draft import DraftNorm
 from stages.drafts._training import chain_states, lay_out
-from stages.drafts.eagle3 import PackedBatch, Trainer, start_draft
+from stages.drafts.eagle3 import Eagle3, PackedBatch, Trainer, match_scales, start_draft
 from stages.targets import load_target
 from tests import tiny
 from tests.drafts.test_trainer import SCHEDULE
@@ -48,6 +50,60 @@ def test_a_draft_of_other_sizes_starts_from_the_head_alone_and_is_reproducible(t
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert torch.equal(one.lm_head.weight, target.head_weight[:40])
     assert one.lm_head.weight.data_ptr() != target.head_weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "norms",
+    [
+        ("fc_norm",),
+        ("norm_before_fc",),
+        ("norm_output",),
+        ("fc_norm", "norm_output"),
+        ("norm_before_fc", "norm_output"),
+    ],
+)
+def test_with_norms_a_fresh_draft_says_what_it_would_without(tmp_path: Path, norms: tuple[DraftNorm, ...]) -> None:
+    target = load_target(tiny.make_target(tmp_path / "target"))
+    ids = torch.arange(0, target.config.vocab_size, 3)
+    sizes = {
+        "heads": tiny.HEADS,
+        "kv_heads": tiny.KV_HEADS,
+        "head_dim": tiny.HEAD_DIM,
+        "intermediate_size": tiny.INTER,
+        "seed": 1,
+    }
+    plain, _ = start_draft(target, ids, **sizes)
+    normed, _ = start_draft(target, ids, norms=norms, **sizes)
+    tokens = torch.randint(0, target.config.vocab_size, (12,))
+    states = torch.randn(12, 3, tiny.HIDDEN)  # all of a size, so that norms take away no more than that
+    states *= torch.tensor([2.0, 5.0, 30.0])[:, None] / states.pow(2).mean(-1, keepdim=True).sqrt()
+    if norms[0] != "norm_before_fc":  # one norm of all three keeps their proportions, three norms do not
+        for draft in (plain, normed):
+            draft.fc.weight.data[:, : 2 * tiny.HIDDEN] = 0
+    batch = PackedBatch(
+        ("row",), (12,), tokens, torch.ones(12, dtype=torch.bool), states.flatten(1), torch.zeros(12, tiny.HIDDEN)
+    )
+
+    def states_of(draft: Eagle3) -> Tensor:
+        with torch.no_grad():
+            return chain_states(draft, batch, lay_out(batch.loss_mask, batch.lengths, 1))[0]
+
+    def growth(draft: Eagle3) -> Tensor:
+        """How much smaller than its own states those are that a draft hands on."""
+        h = states_of(draft)
+        return h.norm() / draft.handed_on(h).norm()
+
+    said = plain.draft_logits(states_of(plain))
+    if norms == ("norm_output",):  # which the first step does not show
+        assert growth(normed) > 10
+    else:
+        assert (normed.draft_logits(states_of(normed)) - said).abs().max() > 0.05
+    match_scales(normed, batch.aux)
+    torch.testing.assert_close(normed.draft_logits(states_of(normed)), said, rtol=1e-3, atol=2e-3)
+    assert 0.5 < growth(normed) < 2
+    before = {n: p.clone() for n, p in plain.named_parameters()}
+    match_scales(plain, batch.aux)
+    assert all(torch.equal(p, before[n]) for n, p in plain.named_parameters())
 
 
 def test_a_frozen_head_stays_the_targets_own_and_the_rest_learns(tmp_path: Path) -> None:
