@@ -36,44 +36,9 @@ _CUT = re.compile(r"(?<=\S) (?=\S)")
 _Unknown = tuple[int, tuple[int, str]]  # where it stands among the parts; which of the three it is, and its text
 
 _PIECES = (
-    "a",
-    "B",
-    "é",
-    "中",
-    "あ",
-    "ア",
-    "한",
-    "ا",
-    "ก",
-    "क\u093f",
-    "7",
-    "٣",
-    "²",
-    "Ⅷ",
-    "e\u0301",
-    "'s",
-    "’t",
-    "-",
-    "_",
-    "。",
+    ["a", "B", "é", "中", "あ", "ア", "한", "ا", "ก", "कि", "7", "٣", "²", "Ⅷ", "é", "'s", "’t", "-", "_", "。", "(", "$", "😀", "👩\u200d💻", "\xad", "\ufeff", "\x07", "ª", "ǅ", "\ue000"]
 )
-_PIECES += (
-    "(",
-    "$",
-    "😀",
-    "👩\u200d💻",
-    "\u00ad",
-    "\ufeff",
-    "\x07",
-    "ª",
-    "ǅ",
-    "\ue000",
-    "\n",
-    "\r\n",
-    "\t",
-    "\u00a0",
-    "\u3000",
-)
+_PIECES += ["\n", "\r\n", "\t", "\u00a0", "\u3000"]
 _ROUNDS = 8  # of the words that are tried, each in an order of its own
 
 
@@ -85,8 +50,9 @@ class ByWord:
         self._backend, self._calls = backend, 0
         self._added = {token: np.int32(number).tobytes() for token, number in added.items()}
         self._split = re.compile(f"({pattern.pattern})").split
-        self._spaced = np.zeros(backend.get_vocab_size(with_added_tokens=True), bool)
-        self._spaced[[i for token, i in backend.get_vocab(with_added_tokens=False).items() if _SPACE in token]] = True
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self._spaced = np.zeros(max(vocabulary.values(), default=0) + 1, bool)
+        self._spaced[[i for token, i in vocabulary.items() if _SPACE in token and token not in added]] = True
         self._kept: tuple[dict[str, bytes], ...] = ({}, {}, {})  # by _ALONE, _FIRST, _REST: part to ids, i32
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
@@ -113,14 +79,14 @@ class ByWord:
     def _made(self, new: Collection[tuple[int, str]]) -> dict[tuple[int, str], bytes]:
         """Ids of parts. Words behind a space go to the tokenizer together: each has one space, and it opens its first token."""
         words = [key for key in new if key[0] == _REST and " " not in key[1] and _ends(key[1])]
-        others = list(set(new).difference(words))
-        together = [
-            "".join(f" {part}" for _, part in words[i : i + _TOGETHER]) for i in range(0, len(words), _TOGETHER)
-        ]
-        ids = np.concatenate([np.zeros(0, np.int32), *encode_whole(self._backend, together)])
-        starts = np.flatnonzero(self._spaced[ids])
-        cuts = itertools.pairwise([*starts.tolist(), len(ids)])
-        made = {key: ids[a:b].tobytes() for key, (a, b) in zip(words, cuts, strict=True)}
+        groups = [words[i : i + _TOGETHER] for i in range(0, len(words), _TOGETHER)]
+        made: dict[tuple[int, str], bytes] = {}
+        for group, ids in zip(groups, encode_whole(self._backend, [_together(g) for g in groups]), strict=True):
+            starts = np.flatnonzero(self._spaced[ids]).tolist()
+            if len(starts) == len(group):  # else some token holds a space elsewhere, and they go one by one
+                cuts = itertools.pairwise([*starts, len(ids)])
+                made |= {key: ids[a:b].tobytes() for key, (a, b) in zip(group, cuts, strict=True)}
+        others = [key for key in new if key not in made]
         found = encode_whole(self._backend, [_BEFORE[kind] + part for kind, part in others])
         return made | {key: ids.tobytes() for key, ids in zip(others, found, strict=True)}
 
@@ -181,6 +147,10 @@ def by_word(backend: Any, added: Mapping[str, int], pattern: re.Pattern[str]) ->
     except DataError:
         return None
     return ByWord(backend, added, pattern)
+
+
+def _together(words: Sequence[tuple[int, str]]) -> str:
+    return "".join(f" {part}" for _, part in words)
 
 
 def _opens(part: str) -> bool:

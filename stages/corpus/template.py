@@ -86,6 +86,8 @@ class Template:
             )
         self._folder, self._arguments, self._date, self._words_once = folder, dict(arguments), date, words_once
         self._backend, self._bos = self.tokenizer.backend_tokenizer, self.tokenizer.bos_token_id
+        self._backend.no_padding()  # a server asks for neither
+        self._backend.no_truncation()
         self._added = {i: str(token) for i, token in self.tokenizer.added_tokens_decoder.items()}
         self.added = AddedTokens(self._backend, self.tokenizer.added_tokens_decoder)
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}

@@ -201,3 +201,27 @@ def test_by_word_or_whole_is_a_setting(tmp_path: Path) -> None:
     whole, words = template_of(tmp_path / "a", CHATML, words_once=False), template_of(tmp_path / "b", CHATML)
     assert [i.tolist() for i in whole.encode_many(texts)] == [i.tolist() for i in words.encode_many(texts)]
     assert whole._by_word is None and words._by_word is not None
+
+
+def test_a_tokenizer_that_pads_or_cuts_by_its_file_does_neither_here(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    texts = texts_of(2, ())
+    plain = [i.tolist() for i in template_of(tmp_path / "a", CHATML).encode_many(texts)]
+    folder = write_family(tmp_path / "b", CHATML)
+    told = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    told.enable_padding()
+    told.enable_truncation(5)
+    told.save(str(folder / "tokenizer.json"))
+    for words_once in (True, False):
+        template = Template(folder, CHATML.arguments, None, words_once=words_once)
+        assert [i.tolist() for i in template.encode_many(texts)] == plain
+        assert [template.encode(t).ids for t in texts] == plain
+
+
+def test_tokens_that_hold_a_space_in_their_middle_are_no_harm(smollm: Template) -> None:
+    words, backend = made(smollm), smollm.tokenizer.backend_tokenizer
+    assert words is not None
+    words._spaced[:] = True  # as if every token held one: the parts go to the tokenizer one by one
+    texts = texts_of(3, ())
+    assert [i.tolist() for i in words.encode(texts)] == [i.tolist() for i in encode_whole(backend, texts)]
