@@ -35,9 +35,38 @@ _TOGETHER = 512  # words that are one text for the tokenizer
 _CUT = re.compile(r"(?<=\S) (?=\S)")
 _Unknown = tuple[int, tuple[int, str]]  # where it stands among the parts; which of the three it is, and its text
 
-_PIECES = (
-    ["a", "B", "é", "中", "あ", "ア", "한", "ا", "ก", "कि", "7", "٣", "²", "Ⅷ", "é", "'s", "’t", "-", "_", "。", "(", "$", "😀", "👩\u200d💻", "\xad", "\ufeff", "\x07", "ª", "ǅ", "\ue000"]
-)
+_PIECES = [
+    "a",
+    "B",
+    "é",
+    "中",
+    "あ",
+    "ア",
+    "한",
+    "ا",
+    "ก",
+    "कि",
+    "7",
+    "٣",
+    "²",
+    "Ⅷ",
+    "é",
+    "'s",
+    "’t",
+    "-",
+    "_",
+    "。",
+    "(",
+    "$",
+    "😀",
+    "👩\u200d💻",
+    "\xad",
+    "\ufeff",
+    "\x07",
+    "ª",
+    "ǅ",
+    "\ue000",
+]
 _PIECES += ["\n", "\r\n", "\t", "\u00a0", "\u3000"]
 _ROUNDS = 8  # of the words that are tried, each in an order of its own
 

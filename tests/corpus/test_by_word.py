@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import itertools
+import json.decoder
 import random
 import re
+import textwrap
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +95,67 @@ def texts_of(seed: int, special: tuple[str, ...], count: int = 60) -> list[str]:
 
 
 def template_of(folder: Path, family: Family, **how: Any) -> Template:
-    import datetime
-
     date = datetime.date.fromisoformat(family.date) if family.date else None
     return Template(write_family(folder, family), family.arguments, date, **how)
 
 
 def made(template: Template) -> ByWord | None:
     return by_word(template.tokenizer.backend_tokenizer, template.added.ids, template.added.pattern)
+
+
+# How the field's tokenizers cut text, as their tokenizer.json (Kimi's tokenization_kimi.py, gpt-oss's o200k_harmony) has it.
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+RULES: dict[str, tuple[str, ...]] = {
+    "gpt-2": (),
+    "llama-3": (rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}",),
+    "qwen": (rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}",),
+    "gpt-oss": (
+        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_SUFFIX}?|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_SUFFIX}?"
+        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}",
+    ),
+    "kimi": (
+        rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}&&[^\p{{Han}}]]*[{_LOWER}&&[^\p{{Han}}]]+{_SUFFIX}?"
+        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}",
+    ),
+    "deepseek": (
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+        + _TAIL,
+    ),
+}
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_ids_of_trained_tokenizers_are_those_of_the_whole_on_code_and_prose(rules: tuple[str, ...]) -> None:
+    from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    sources = [
+        Path(m.__file__).read_text(encoding="utf-8")
+        for m in (argparse, datetime, json.decoder, random, textwrap, typing)
+    ]
+    backend = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rules)
+    split = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in rules]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        sources, trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
+    )
+    backend.add_special_tokens([AddedToken("<|end|>", normalized=False)])
+    words = by_word(backend, {"<|end|>": backend.token_to_id("<|end|>")}, re.compile(r"<\|end\|>"))
+    assert words is not None
+    prose = [" ".join(source.split()) for source in sources]
+    texts = [
+        *sources,
+        *prose,
+        *("<|end|>\n".join(p) for p in itertools.pairwise(prose)),
+        *texts_of(9, ("<|end|>",), 200),
+    ]
+    for some in (texts[:3], texts, texts[::-1]):
+        assert [i.tolist() for i in words.encode(some)] == [i.tolist() for i in encode_whole(backend, some)]
 
 
 @pytest.fixture(scope="session")
