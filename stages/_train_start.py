@@ -80,6 +80,7 @@ def _pairs(start: Start, params: Params, merged: MergedManifest) -> list[tuple[s
         ("vocabulary", target.vocab_size, config.vocab_size),
         *((f"train.{name}", getattr(told, name), getattr(config, name)) for name in sizes),
         ("train.norms", list(told.norms), list(config.norms)),
+        ("norms in its record", list(config.norms), list(own.norms)),
     ]
     if told.start_vocabulary == "keep":
         pairs.append(("merge.draft_vocab_size", params.merge.draft_vocab_size, config.draft_vocab_size))

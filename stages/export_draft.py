@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
+from stages._served import read_recorded
 from stages.capture.dialects import layer_ids, points_of
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import LineError, Refusal, run
 from stages.contracts.files import file_digest, whole_folder
 from stages.contracts.params import load_params
-from stages.drafts.eagle3 import FORMATS, Verifier, read_draft, write_as
+from stages.drafts.eagle3 import FORMATS, Verifier, write_as
 from stages.targets import identify_target, load_target, locate_target, read_target_config
 
 
@@ -68,7 +69,7 @@ def main() -> None:
     torch.set_num_threads(params.target.threads)
     origin = locate_target(params.target.origin)
     read_own(record, identify_target(origin, params.target.name).weights_digest)
-    target, draft, dialect = record.target, read_draft(DRAFT), FORMATS[name].dialect
+    target, draft, dialect = record.target, read_recorded(DRAFT), FORMATS[name].dialect
     ids = layer_ids(record.points, dialect, target.model_type, target.layers)
     assert points_of(ids, dialect, target.model_type, target.layers) == record.points
     verifier = Verifier(target.name, read_target_config(origin).get("architectures") or [])

@@ -83,7 +83,7 @@ def read_inputs(params: Params, device: str) -> Inputs:
     rows = read_rows(store, target.device)
     names = ("heads", "kv_heads", "head_dim", "intermediate_size", "norms", "seed", "head", "loss", "products")
     draft, teacher = start_draft(target, target_ids(d2t), **{n: getattr(told, n) for n in (*names, "recompute_steps")})
-    if told.norms:
+    if told.norms and not start:
         match_scales(draft, rows.pack(rows.train[:_SCALED_BY]).aux)
     carried = go_on_from(start, draft, teacher, rows, target_ids(d2t_merged), params) if start else None
     _say_start(start, carried, params)
@@ -162,20 +162,20 @@ def session_of(inputs: Inputs, group: Group) -> Session:
     params, rows, told = inputs.params, inputs.rows, inputs.params.train
     if told.shard_weights:
         group.shard(inputs.draft, inputs.teacher)
-    points = resume_points(inputs)
     session = Session(
         Trainer(inputs.draft, inputs.teacher, schedule_of(params), group),
-        points,
+        resume_points(inputs),
         BatchOrder([row.length for row in rows.train], told.batch_tokens, told.seed),
         [row.row_id for row in rows.train],
         pack=lambda numbers: rows.pack([rows.train[i] for i in numbers]),
         evaluate=lambda draft: evaluate(as_exported(draft, told.export_dtype), inputs.teacher, rows, params, group),
         improves=improves,
         rhythm=Rhythm(**{field.name: getattr(told, field.name) for field in dataclasses.fields(Rhythm)}),
-        show=Board(BOARD / points.root.name).show if told.tensorboard and group.first else None,
         read_ahead=rows.device.type != "cpu",  # on a CPU it would take what it spares
     )
     session.resume()
+    if told.tensorboard and group.first:  # a resume point that is refused leaves the run's event files alone
+        session.show = Board(BOARD / session.points.root.name).show
     if group.first:
         for folder, differing in session.points.others():
             print(f"train: left alone: an unfinished run in {folder} ({'; '.join(differing)})", file=sys.stderr)
@@ -204,7 +204,7 @@ def train(params: Params) -> None:
     group = join(torch.device(params.target.device))
     torch.set_num_threads(max(1, params.target.threads // group.size))
     if params.train.tensorboard:
-        demand_tensorboard()
+        demand_tensorboard(BOARD)
     inputs = read_inputs(params, params.target.device)
     session = session_of(inputs, group)
     group.wait()  # before the first removes or replaces what the others read

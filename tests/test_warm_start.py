@@ -134,6 +134,14 @@ def test_a_draft_of_other_norms_is_refused(here: Path) -> None:
     assert error.expected == "train.norms ['fc_norm', 'norm_output']" and error.got == "[]"
 
 
+def test_a_draft_whose_record_has_other_norms_than_its_config_is_refused(here: Path) -> None:
+    record = DraftRecord.read(EARLIER / DRAFT_RECORD)
+    record.model_copy(update={"norms": ("norm_output",)}).write(EARLIER / DRAFT_RECORD)
+    set_params(start_from="earlier")
+    error = refused()
+    assert error.expected == "norms in its record []" and error.got == "['norm_output']"
+
+
 def test_training_goes_on_from_a_draft_of_the_same_norms(here: Path) -> None:
     told = {"norms": ["fc_norm", "norm_output"], "optimizer_steps": 1, "evaluate_every": 1}
     set_params(**told)

@@ -5,15 +5,17 @@ between two characters that are no space begins a word. Text cut there, and at i
 by part; and parts recur, so that most of a text's are looked up. The tokenizer itself makes the ids of every part, and all
 that is no such cut (line breaks, runs of spaces) stays within one.
 
-Whether a tokenizer is of this kind is not read off its name: `by_word` has it tokenise words that stand for the classes of
-characters its rules can tell apart, each behind each. Besides, of every call one text is tokenised as a whole, and a
-difference stops the run.
+Whether a tokenizer is of this kind is not read off its name. `by_word` declines one that has a token across such a cut
+(SuperBPE), and has the others tokenise words that stand for the classes of characters their rules can tell apart, and words
+of their own, each behind each. Besides, the first texts of a run are all tokenised as a whole too, and of every call
+after that one; a difference stops the run.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +33,7 @@ _ALONE, _FIRST, _REST = range(
 )  # what stands between added tokens: without a space, before its first space, behind a space
 _BEFORE = ("", "", " ")
 _SPACE = "\u0120"  # how byte-level tokens spell a space
+_SPACES = "\u0120\u010a\u0109\u010d\u010b\u010c"  # and the other white space of ASCII
 _TOGETHER = 512  # words that are one text for the tokenizer
 _CUT = re.compile(r"(?<=\S) (?=\S)")
 _Unknown = tuple[int, tuple[int, str]]  # where it stands among the parts; which of the three it is, and its text
@@ -53,11 +56,7 @@ _PIECES = [
     "é",
     "'s",
     "’t",
-    "-",
-    "_",
     "。",
-    "(",
-    "$",
     "😀",
     "👩\u200d💻",
     "\xad",
@@ -67,8 +66,36 @@ _PIECES = [
     "ǅ",
     "\ue000",
 ]
-_PIECES += ["\n", "\r\n", "\t", "\u00a0", "\u3000"]
-_ROUNDS = 8  # of the words that are tried, each in an order of its own
+_PIECES += ["\n", "\r\n", "\t", "\u00a0", "\u3000", *string.punctuation]
+_LONGER = [
+    "of",
+    "in",
+    "the",
+    "word",
+    "Words",
+    "LONGER",
+    "don't",
+    "x2",
+    "12",
+    "123",
+    "1234",
+    "000",
+    "12.5",
+    "1,000",
+    "e.g.",
+    "etc).",
+    "(see",
+    '"so"',
+    "a=b",
+    "==",
+    "->",
+    "//",
+    "https://a.b/c",
+    "a@b.c",
+]
+_OWN_WORDS = 32  # words of the tokenizer's own vocabulary
+_ROUNDS = 3  # of the words of two pieces that are tried, each in an order of its own
+_ALL_COMPARED = 256  # texts
 
 
 class ByWord:
@@ -76,7 +103,7 @@ class ByWord:
 
     def __init__(self, backend: Any, added: Mapping[str, int], pattern: re.Pattern[str]) -> None:
         """`backend`: a tokenizer for which this holds (`by_word`). `added`: its added tokens, which `pattern` finds."""
-        self._backend, self._calls = backend, 0
+        self._backend, self._compared = backend, 0
         self._added = {token: np.int32(number).tobytes() for token, number in added.items()}
         self._split = re.compile(f"({pattern.pattern})").split
         vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -91,8 +118,7 @@ class ByWord:
             DataError: the tokenizer gives other ids of a whole text.
         """
         if sum(map(len, self._kept)) > _KEPT:
-            for kept in self._kept:
-                kept.clear()
+            self.forget()
         cut = [self._parts(text) for text in texts]
         made = self._made(dict.fromkeys(part for _, unknown in cut for _, part in unknown))
         for found, unknown in cut:
@@ -104,6 +130,11 @@ class ByWord:
         joined = [np.frombuffer(b"".join(found), np.int32) for found, _ in cut]
         self._compare(texts, joined)
         return joined
+
+    def forget(self) -> None:
+        """Let go of all parts."""
+        for kept in self._kept:
+            kept.clear()
 
     def _made(self, new: Collection[tuple[int, str]]) -> dict[tuple[int, str], bytes]:
         """Ids of parts. Words behind a space go to the tokenizer together: each has one space, and it opens its first token."""
@@ -150,32 +181,58 @@ class ByWord:
     def _compare(self, texts: Sequence[str], found: Sequence[Ids]) -> None:
         if not texts:
             return
-        i = self._calls % len(texts)
-        self._calls += 1
-        (whole,) = encode_whole(self._backend, texts[i : i + 1])
-        if not np.array_equal(whole, found[i]):
-            raise DataError(
-                "A text tokenised word by word has other ids than as a whole",
-                where=f"a conversation that opens with {texts[i][:80]!r}",
-                expected=f"{len(whole)} ids, the tokenizer's own",
-                got=f"{len(found[i])} ids",
-                do="set prepare.rendering.tokenise to whole, which is slower",
-            )
+        some = range(len(texts)) if self._compared < _ALL_COMPARED else [self._compared % len(texts)]
+        self._compared += len(some)
+        for i, whole in zip(some, encode_whole(self._backend, [texts[i] for i in some]), strict=True):
+            if not np.array_equal(whole, found[i]):
+                raise DataError(
+                    "A text tokenised word by word has other ids than as a whole",
+                    where=f"a conversation that opens with {texts[i][:80]!r}",
+                    expected=f"{len(whole)} ids, the tokenizer's own",
+                    got=f"{len(found[i])} ids",
+                    do="set prepare.rendering.tokenise to whole, which is slower",
+                )
 
 
 def by_word(backend: Any, added: Mapping[str, int], pattern: re.Pattern[str]) -> ByWord | None:
     """A tokenizer by words, where a byte-level one with these added tokens gives the same ids of a text and of its words."""
-    if any(c.isspace() for token in added for c in token):
+    if type(backend.model).__name__ != "BPE" or any(c.isspace() for token in added for c in token):
         return None
-    words, tried = [w for w in _words() if w == w.strip()], ByWord(backend, added, pattern)
-    draw = np.random.default_rng(0)
-    texts = [" ".join(words[i] for i in draw.permutation(len(words))) for _ in range(_ROUNDS)]
+    vocabulary = [t for t in backend.get_vocab(with_added_tokens=True) if t not in added]
+    if any(map(_crosses, vocabulary)):
+        return None
+    tried = ByWord(backend, added, pattern)
     try:
-        for text in texts:
+        for text in _tries(vocabulary):
             tried.encode([text])
     except DataError:
         return None
     return ByWord(backend, added, pattern)
+
+
+def _crosses(token: str) -> bool:
+    """Whether a byte-level token has a space directly behind what is none."""
+    at = token.find(_SPACE, 1)
+    while at > 0:
+        if token[at - 1] not in _SPACES:
+            return True
+        at = token.find(_SPACE, at + 1)
+    return False
+
+
+def _tries(vocabulary: Sequence[str]) -> Iterator[str]:
+    """Texts in which each of many words stands behind each: pieces, longer words, words of the vocabulary; and, in some
+    orders, words of two pieces."""
+    draw = np.random.default_rng(0)
+    own = sorted(t[1:] for t in vocabulary if t.startswith(_SPACE) and t[1:].isascii() and t[1:].isalnum())
+    chosen = [own[i] for i in sorted(draw.choice(len(own), min(_OWN_WORDS, len(own)), replace=False))]
+    words = [w for w in dict.fromkeys([*_PIECES, *_LONGER, *chosen]) if w == w.strip()]
+    for word in words:
+        yield " ".join(itertools.chain.from_iterable((word, other) for other in words))
+        yield "\n".join(f"{word} {other}" for other in [*_LONGER, *chosen[:8]])  # nothing but a line's end before it
+    pairs = [a + b for a, b in itertools.product(_PIECES, repeat=2) if a + b == (a + b).strip()]
+    for _ in range(_ROUNDS):
+        yield " ".join(pairs[i] for i in draw.permutation(len(pairs)))
 
 
 def _together(words: Sequence[tuple[int, str]]) -> str:
@@ -190,13 +247,6 @@ def _opens(part: str) -> bool:
 def _ends(part: str) -> bool:
     """Whether a part before a space ends with something else."""
     return bool(part) and not part[-1].isspace()
-
-
-def _words() -> Iterator[str]:
-    """Words of one and two pieces."""
-    yield from _PIECES
-    for a, b in itertools.product(_PIECES, repeat=2):
-        yield a + b
 
 
 def encode_whole(backend: Any, texts: Sequence[str]) -> list[Ids]:

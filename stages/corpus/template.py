@@ -24,6 +24,7 @@ from stages.corpus.skeleton import Skeletons
 
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1")
 _PROBE = "qzxprobe"  # a word that no template writes by itself
+_FEW = 512  # texts that are tokenised whole, before it is worth seeing whether words may be
 _NO_DATE = "the template asks for today's date"
 _USER = {"role": "user", "content": "hi"}
 
@@ -86,6 +87,7 @@ class Template:
             )
         self._folder, self._arguments, self._date, self._words_once = folder, dict(arguments), date, words_once
         self._backend, self._bos = self.tokenizer.backend_tokenizer, self.tokenizer.bos_token_id
+        self._encoded = 0  # texts of encode_many so far
         self._backend.no_padding()  # a server asks for neither
         self._backend.no_truncation()
         self._added = {i: str(token) for i, token in self.tokenizer.added_tokens_decoder.items()}
@@ -139,7 +141,9 @@ class Template:
         Raises:
             DataError: one opens with two beginning-of-sequence tokens.
         """
-        made = self._by_word.encode(texts) if self._by_word else encode_whole(self._backend, texts)
+        self._encoded += len(texts)
+        words = self._by_word if self._encoded > _FEW else None
+        made = words.encode(texts) if words else encode_whole(self._backend, texts)
         for ids in made:
             self._demand_one_bos(ids[:2].tolist())
         return made

@@ -15,8 +15,8 @@ from stages.contracts.errors import ParamsError
 from stages.drafts._curves import Curves
 
 
-def demand_tensorboard() -> None:
-    """Raises ParamsError where the package is missing; asked for before any work is done."""
+def demand_tensorboard(folder: Path) -> None:
+    """Raises ParamsError where the package is missing or `folder` cannot be one; asked for before any work is done."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ParamsError(
             "TensorBoard is not installed",
@@ -25,6 +25,20 @@ def demand_tensorboard() -> None:
             got="true, and no such package",
             do="pip install '.[tensorboard]'",
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> ParamsError:
+    return ParamsError(
+        "TensorBoard's files cannot be written",
+        where=str(folder),
+        expected="a folder, or a place for one",
+        got=f"{error.strerror}: {error.filename}",
+        do="move what is there, or set train.tensorboard to false",
+    )
 
 
 class Board:
@@ -32,13 +46,18 @@ class Board:
 
     Args:
         folder: the run's own; what an earlier run with the same settings and data left there goes.
+
+    Raises ParamsError where it cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter  # seconds that only who asks for it pays
 
-        shutil.rmtree(folder, ignore_errors=True)
-        self._writer = SummaryWriter(str(folder), purge_step=0)  # one that watches drops what it has read before
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._writer = SummaryWriter(str(folder), purge_step=0)  # one that watches drops what it has read before
+        except OSError as error:
+            raise _unwritable(folder, error) from error
         self._shown = {"training": 0, "held_out": 0, "speed": 0}
 
     def show(self, curves: Curves) -> None:

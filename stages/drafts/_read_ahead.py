@@ -37,9 +37,12 @@ class ReadAhead(Generic[Read]):
     def __call__(self, step: int) -> Read:
         """Raises what `read` raises for this step."""
         begun, self._next = self._next, None
-        found = begun[1].result() if begun else None
-        if begun is None or begun[0] != step:
+        if begun and begun[0] == step:
+            found = begun[1].result()
+        else:
+            if begun:
+                begun[1].exception()  # another step's, which nobody asked for
             found = self._read(step)
         if self._pool and step + 1 < self._steps:
             self._next = step + 1, self._pool.submit(self._read, step + 1)
-        return found  # type: ignore[return-value]
+        return found

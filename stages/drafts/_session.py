@@ -59,7 +59,6 @@ class Session:
         pack: makes a batch of row numbers.
         evaluate: held-out figures of a draft.
         improves: whether the second of two evaluations is better than the first beyond chance.
-        show: is given the curves after every step.
         read_ahead: make the next step's batches while one is computed.
     """
 
@@ -73,13 +72,13 @@ class Session:
         evaluate: Callable[[Eagle3], HeldOut],
         improves: Callable[[HeldOut, HeldOut], bool],
         rhythm: Rhythm,
-        show: Callable[[Curves], None] | None = None,
         *,
         read_ahead: bool = False,
     ) -> None:
         self.trainer, self.points, self.order, self.row_ids = trainer, points, order, row_ids
         self.pack, self.evaluate, self.improves, self.rhythm = pack, evaluate, improves, rhythm
-        self.show, self.read_ahead = show or (lambda _: None), read_ahead
+        self.read_ahead = read_ahead
+        self.show: Callable[[Curves], None] = lambda _: None
         self.curves, self.roots_seen = Curves(trainer.schedule.steps_ahead), 0
         self.watch = LossWatch(rhythm.max_loss_jump)
         self.best: Best | None = None

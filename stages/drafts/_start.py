@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stages.contracts.draft import DraftNorm
+from stages.contracts.errors import DataError
 from stages.drafts._loss import Loss, Teacher
 from stages.drafts._module import Eagle3, Eagle3Config
 
@@ -127,18 +129,30 @@ def match_scales(draft: Eagle3, aux: Tensor) -> None:
     states which are handed on, for all steps. The layer's output stays in proportion. A draft without norms is left alone.
 
     Args:
-        aux: states at the three points of some rows [T, 3H].
+        aux: states at the three points of some rows [T, 3H]; rows of zeros do not count.
+
+    Raises:
+        DataError: no state is left, or they have no finite size.
     """
     norms, H = draft.config.norms, draft.config.hidden_size
     if not norms:
         return
+    kept = aux[(aux != 0).any(dim=-1)].double()  # a store that keeps some states only gives zeros for the others
 
     def size(x: Tensor) -> float:
-        return float(x.float().pow(2).mean(dim=-1).sqrt().median())
+        return float(x.square().mean(dim=-1).sqrt().median()) if len(x) else 0.0
 
-    high = size(aux[:, 2 * H :])
-    given = 1.0 if "fc_norm" in norms else high / size(aux) if "norm_before_fc" in norms else high
-    stream = size(draft.norm.weight) if "norm_output" in norms else high
+    high, whole = size(kept[:, 2 * H :]), size(kept)
+    if not all(math.isfinite(x) and x > 0 for x in (high, whole)):
+        raise DataError(
+            "The states of the first training rows have no size by which to scale a draft with norms",
+            where="train.norms",
+            expected="finite states that are not zero",
+            got=f"{len(kept)} of {len(aux)} tokens' states kept, of size {whole:g}",
+            do="look at them (`dvc repro gate-training`), or train without norms",
+        )
+    given = 1.0 if "fc_norm" in norms else high / whole if "norm_before_fc" in norms else high
+    stream = size(draft.norm.weight.double()) if "norm_output" in norms else high
     draft.fc.weight.mul_(stream / given)
     for linear in (draft.midlayer.self_attn.o_proj, draft.midlayer.mlp.down_proj):
         linear.weight.mul_(stream / high)

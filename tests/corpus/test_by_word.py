@@ -230,19 +230,38 @@ def test_what_is_kept_is_bounded_and_dropping_it_changes_nothing(
     assert not any("z" * 1000 in kept for kept in words._kept)
 
 
-@pytest.mark.parametrize("rule", [r"\S+ \S+|\s|\S+", r"\p{L}+ ?|[^\p{L} ]+ ?| ", None])
-def test_a_tokenizer_that_joins_words_across_a_space_is_tokenised_whole(rule: str | None) -> None:
+def joined_rules(rule: str, merges: list[tuple[str, str]]) -> Any:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-    vocab = {t: i for i, t in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "aĠ", "Ġa"])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "Ġ"), ("Ġ", "a")]))
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(m) for m in merges)]
+    backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(dict.fromkeys(words))}, merges=merges))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    split = [pre_tokenizers.Split(Regex(rule), "isolated")] if rule else []
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
-    assert by_word(backend, {}, re.compile("(?!)")) is None
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    assert by_word(backend, {}, re.compile("(?!)")) is not None
-    assert by_word(backend, {"<two words>": 3}, re.compile("<two words>")) is None
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(rule), "isolated"), level])
+    return backend
+
+
+@pytest.mark.parametrize("rule", [r"(?<=[.!?]) ", r" ?= ?", r", ", r"\p{L}{4,} ?", r"(?<=\)) "])
+def test_a_rule_that_takes_a_space_from_the_word_behind_it_is_declined(rule: str) -> None:
+    merges = [("Ġ", "t"), ("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "a"), ("0", "0"), ("Ġ", "00"), ("Ġ", "=")]
+    fitting = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    assert by_word(joined_rules(fitting, merges), {}, re.compile("(?!)")) is not None
+    assert by_word(joined_rules(f"{rule}|{fitting}", merges), {}, re.compile("(?!)")) is None
+    assert by_word(joined_rules(fitting, merges), {"<two words>": 3}, re.compile("<two words>")) is None
+
+
+def test_a_vocabulary_with_a_token_across_a_space_is_declined() -> None:
+    merges = [("o", "f"), ("Ġ", "of"), ("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġof", "Ġthe")]
+    assert by_word(joined_rules(r" ?\S+|\s+", merges[:-1]), {}, re.compile("(?!)")) is not None
+    assert by_word(joined_rules(r" ?\S+|\s+", merges), {}, re.compile("(?!)")) is None
+
+
+def test_the_first_texts_are_all_compared(smollm: Template) -> None:
+    words = made(smollm)
+    assert words is not None
+    words.encode(["one two three"])
+    words._kept[2]["two"] = words._kept[2]["three"]
+    with pytest.raises(DataError, match="other ids"):
+        words.encode([*["four"] * 20, "one two three"])
 
 
 def test_a_difference_from_the_whole_stops_the_run(smollm: Template) -> None:
@@ -255,11 +274,14 @@ def test_a_difference_from_the_whole_stops_the_run(smollm: Template) -> None:
     assert "one two three" in error.value.where and "prepare.rendering.tokenise to whole" in error.value.do
 
 
-def test_by_word_or_whole_is_a_setting(tmp_path: Path) -> None:
-    texts = texts_of(1, ())
+def test_by_word_or_whole_is_a_setting_and_few_texts_are_tokenised_whole(tmp_path: Path) -> None:
+    texts = texts_of(1, (), 300)
     whole, words = template_of(tmp_path / "a", CHATML, words_once=False), template_of(tmp_path / "b", CHATML)
-    assert [i.tolist() for i in whole.encode_many(texts)] == [i.tolist() for i in words.encode_many(texts)]
-    assert whole._by_word is None and words._by_word is not None
+    for tried in (False, True, True):
+        assert [i.tolist() for i in whole.encode_many(texts)] == [i.tolist() for i in words.encode_many(texts)]
+        assert "_by_word" not in vars(whole) or whole._by_word is None
+        assert ("_by_word" in vars(words)) is tried
+    assert words._by_word is not None
 
 
 def test_a_tokenizer_that_pads_or_cuts_by_its_file_does_neither_here(tmp_path: Path) -> None:

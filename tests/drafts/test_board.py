@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from stages import train
-from stages.contracts.errors import ParamsError
+from stages.contracts.errors import DataError, ParamsError
 from stages.drafts._board import Board, demand_tensorboard
 from stages.drafts.eagle3 import Ahead, Curves
-from tests.test_train import here, merged_line, set_params, stop_after  # noqa: F401
+from tests.test_train import here, interrupted, merged_line, set_params, stop_after  # noqa: F401
 
 installed = importlib.util.find_spec("tensorboard") is not None
 needs_it = pytest.mark.skipif(
@@ -92,6 +92,40 @@ def test_the_draft_is_the_same_with_and_without(here: Path) -> None:  # noqa: F8
     assert (train.DRAFT / "model.safetensors").read_bytes() == without and list(train.BOARD.glob("*/events.*"))
 
 
+@needs_it
+def test_a_resume_point_that_is_refused_leaves_the_runs_files(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_params(here, tensorboard=True)
+    point = interrupted(monkeypatch)
+    (run,) = train.BOARD.iterdir()
+    before = scalars(run)
+    (point / "tensors.safetensors").write_bytes(b"damaged")
+    with pytest.raises(DataError):
+        train.main()
+    assert scalars(run) == before and before
+
+
+@needs_it
+@pytest.mark.parametrize("there", ["logs", "logs/tensorboard"])
+def test_a_file_where_the_folder_goes_is_told_before_any_work(here: Path, there: str) -> None:  # noqa: F811
+    set_params(here, tensorboard=True)
+    Path(there).parent.mkdir(exist_ok=True)
+    Path(there).write_text("mine")
+    with pytest.raises(ParamsError, match="TensorBoard's files cannot be written"):
+        train.main()
+    assert Path(there).read_text() == "mine" and not train.WORK.exists()
+
+
+@needs_it
+def test_a_file_where_a_runs_folder_goes_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(ParamsError, match="TensorBoard's files cannot be written"):
+        Board(tmp_path / "run")
+    assert (tmp_path / "run").read_text() == "mine"
+
+
 def test_without_the_package_the_command_that_brings_it_is_named(
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -99,7 +133,7 @@ def test_without_the_package_the_command_that_brings_it_is_named(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tensorboard" else find(name, *a))
     with pytest.raises(ParamsError, match=r"train.tensorboard[\s\S]*pip install '\.\[tensorboard\]'"):
-        demand_tensorboard()
+        demand_tensorboard(train.BOARD)
     set_params(here, tensorboard=True)
     with pytest.raises(ParamsError, match="TensorBoard is not installed"):
         train.main()

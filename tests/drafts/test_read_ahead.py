@@ -48,6 +48,8 @@ def test_a_row_that_cannot_be_read_is_told_at_its_step_and_the_thread_ends() -> 
             )
         return step
 
+    with ReadAhead(read, 9, thread=True) as ahead:
+        assert [ahead(1), ahead(5)] == [1, 5]  # step 2's fault is nobody's here
     before = threading.active_count()
     with ReadAhead(read, 9, thread=True) as ahead:
         assert [ahead(0), ahead(1)] == [0, 1]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stages.contracts.draft import DraftNorm
+from stages.contracts.errors import DataError
 from stages.drafts._training import chain_states, lay_out
 from stages.drafts.eagle3 import Eagle3, PackedBatch, Trainer, match_scales, start_draft
 from stages.targets import load_target
@@ -104,6 +105,21 @@ def test_with_norms_a_fresh_draft_says_what_it_would_without(tmp_path: Path, nor
     before = {n: p.clone() for n, p in plain.named_parameters()}
     match_scales(plain, batch.aux)
     assert all(torch.equal(p, before[n]) for n, p in plain.named_parameters())
+
+
+def test_states_that_are_not_kept_do_not_count_and_states_without_size_are_refused(tmp_path: Path) -> None:
+    target = load_target(tiny.make_target(tmp_path / "target"))
+    sizes = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 48, "seed": 3}
+    aux = torch.randn(5, 3 * tiny.HIDDEN)
+    one, two, three = (
+        start_draft(target, torch.arange(40), norms=("fc_norm", "norm_output"), **sizes)[0] for _ in "123"
+    )
+    match_scales(one, aux)
+    match_scales(two, torch.cat([torch.zeros(9, 3 * tiny.HIDDEN), aux]))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    for states in (aux * 0, aux[:0], aux.fill_(torch.nan)):
+        with pytest.raises(DataError, match="no size by which to scale"):
+            match_scales(three, states)
 
 
 def test_a_frozen_head_stays_the_targets_own_and_the_rest_learns(tmp_path: Path) -> None:
