@@ -28,9 +28,8 @@ Ids = npt.NDArray[np.int32]
 
 _KEPT = 1 << 18  # parts, about 50 MB
 _LONGEST = 48  # characters of a part that is kept: longer ones hardly recur
-_ALONE, _FIRST, _REST = range(
-    3
-)  # what stands between added tokens: without a space, before its first space, behind a space
+# What stands between added tokens: a part without a space, one before its first space, those behind a space.
+_ALONE, _FIRST, _REST = range(3)
 _BEFORE = ("", "", " ")
 _SPACE = "\u0120"  # how byte-level tokens spell a space
 _SPACES = "\u0120\u010a\u0109\u010d\u010b\u010c"  # and the other white space of ASCII
@@ -38,61 +37,9 @@ _TOGETHER = 512  # words that are one text for the tokenizer
 _CUT = re.compile(r"(?<=\S) (?=\S)")
 _Unknown = tuple[int, tuple[int, str]]  # where it stands among the parts; which of the three it is, and its text
 
-_PIECES = [
-    "a",
-    "B",
-    "é",
-    "中",
-    "あ",
-    "ア",
-    "한",
-    "ا",
-    "ก",
-    "कि",
-    "7",
-    "٣",
-    "²",
-    "Ⅷ",
-    "é",
-    "'s",
-    "’t",
-    "。",
-    "😀",
-    "👩\u200d💻",
-    "\xad",
-    "\ufeff",
-    "\x07",
-    "ª",
-    "ǅ",
-    "\ue000",
-]
-_PIECES += ["\n", "\r\n", "\t", "\u00a0", "\u3000", *string.punctuation]
-_LONGER = [
-    "of",
-    "in",
-    "the",
-    "word",
-    "Words",
-    "LONGER",
-    "don't",
-    "x2",
-    "12",
-    "123",
-    "1234",
-    "000",
-    "12.5",
-    "1,000",
-    "e.g.",
-    "etc).",
-    "(see",
-    '"so"',
-    "a=b",
-    "==",
-    "->",
-    "//",
-    "https://a.b/c",
-    "a@b.c",
-]
+_PIECES = [*"aBé中あア한اก7٣²Ⅷ。😀\u00ad\ufeff\x07ªǅ\ue000\n\t\u00a0\u3000", *string.punctuation]
+_PIECES += ["क\u093f", "e\u0301", "'s", "’t", "👩\u200d💻", "\r\n"]
+_LONGER = 'of in the word Words LONGER don\'t x2 12 123 1234 000 12.5 1,000 e.g. etc). (see "so" a=b == -> // https://a.b/c a@b.c'
 _OWN_WORDS = 32  # words of the tokenizer's own vocabulary
 _ROUNDS = 3  # of the words of two pieces that are tried, each in an order of its own
 _ALL_COMPARED = 256  # texts
@@ -118,7 +65,8 @@ class ByWord:
             DataError: the tokenizer gives other ids of a whole text.
         """
         if sum(map(len, self._kept)) > _KEPT:
-            self.forget()
+            for kept in self._kept:
+                kept.clear()
         cut = [self._parts(text) for text in texts]
         made = self._made(dict.fromkeys(part for _, unknown in cut for _, part in unknown))
         for found, unknown in cut:
@@ -130,11 +78,6 @@ class ByWord:
         joined = [np.frombuffer(b"".join(found), np.int32) for found, _ in cut]
         self._compare(texts, joined)
         return joined
-
-    def forget(self) -> None:
-        """Let go of all parts."""
-        for kept in self._kept:
-            kept.clear()
 
     def _made(self, new: Collection[tuple[int, str]]) -> dict[tuple[int, str], bytes]:
         """Ids of parts. Words behind a space go to the tokenizer together: each has one space, and it opens its first token."""
@@ -226,10 +169,11 @@ def _tries(vocabulary: Sequence[str]) -> Iterator[str]:
     draw = np.random.default_rng(0)
     own = sorted(t[1:] for t in vocabulary if t.startswith(_SPACE) and t[1:].isascii() and t[1:].isalnum())
     chosen = [own[i] for i in sorted(draw.choice(len(own), min(_OWN_WORDS, len(own)), replace=False))]
-    words = [w for w in dict.fromkeys([*_PIECES, *_LONGER, *chosen]) if w == w.strip()]
+    longer = _LONGER.split()
+    words = [w for w in dict.fromkeys([*_PIECES, *longer, *chosen]) if w == w.strip()]
     for word in words:
         yield " ".join(itertools.chain.from_iterable((word, other) for other in words))
-        yield "\n".join(f"{word} {other}" for other in [*_LONGER, *chosen[:8]])  # nothing but a line's end before it
+        yield "\n".join(f"{word} {other}" for other in [*longer, *chosen[:8]])  # nothing but a line's end before it
     pairs = [a + b for a, b in itertools.product(_PIECES, repeat=2) if a + b == (a + b).strip()]
     for _ in range(_ROUNDS):
         yield " ".join(pairs[i] for i in draw.permutation(len(pairs)))
