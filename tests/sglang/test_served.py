@@ -38,8 +38,9 @@ from stages.contracts.manifest import HIDDEN_STATES, PREPARED_MANIFEST, CaptureM
 from stages.contracts.params import load_params
 from stages.engines._sglang_process import members
 from stages.reporting.page import PAGE
-from tests.sglang.conftest import ROOT, set_params
+from tests.sglang.conftest import ROOT, in_folder, set_params
 from tests.test_users_bug import FED, judge
+from tests.unrounded import simulated_unrounded
 
 pytestmark = pytest.mark.sglang
 POINTS = [3, 16, 28]
@@ -59,8 +60,10 @@ def test_the_server_is_fed_stays_lossless_and_counts_as_this_process_and_the_sim
     assert greedy.identical + greedy.near_ties == greedy.requests == len(evidence.requests) >= 4
     compared = [r for r in evidence.requests if r.simulated_verifications is not None]
     assert len(compared) >= len(evidence.requests) - greedy.near_ties
-    assert [r.verifications for r in compared] == [r.simulated_verifications for r in compared]
-    assert [sorted(r.simulated_accepted or ()) for r in compared] == [sorted(r.accepted) for r in compared]
+    with in_folder(line):
+        assert {r.prompt_id: r.accepted for r in compared} == simulated_unrounded(in_process)
+    as_stored = [sorted(r.simulated_accepted or ()) == sorted(r.accepted) for r in compared]
+    assert sum(as_stored) > len(compared) / 2, "rounded states move a token now and then, not in most requests"
     assert sum(a.requests for a in evidence.served_by_length.values()) == len(evidence.requests)
     assert evidence.served.accept_length > 1.0, "a draft that is never right would agree with anything"
     mine = {r.prompt_id: r.accepted for r in in_process.requests}
