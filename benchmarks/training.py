@@ -65,7 +65,7 @@ def main() -> None:
     folder, missed = prepare(), []
     inputs = Inputs(folder)
     print(f"{len(inputs.lengths)} rows, {sum(inputs.lengths)} tokens, {sum(inputs.tensor('mask').tolist())} supervised")
-    present = [name for name in PEERS if not (why := absent(name)) or print(why)]
+    present = [arm for name in PEERS if not (why := absent(name)) or print(why) for arm in (name, f"{name}-bfloat16")]
     for case, (steps, row_tokens) in CASES.items():
         print(case)
         found: dict[str, dict[str, Any]] = {}

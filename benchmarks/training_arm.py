@@ -2,7 +2,7 @@
 
     python -m benchmarks.training_arm INPUTS ARM STEPS ROW_TOKENS SECONDS
 
-ARM: specforge, speculators, or ours with options: -trained (head), -bfloat16 (products), -ce, -lk (loss). ROW_TOKENS 0 takes rows as they are; otherwise rows are joined
+ARM: specforge or speculators, either with -bfloat16, or ours with options: -trained (head), -bfloat16 (products), -ce, -lk (loss). ROW_TOKENS 0 takes rows as they are; otherwise rows are joined
 to rows of that length. Trains on batches of `batch_tokens` row tokens until SECONDS of CPU have been spent after a warm-up.
 """
 
@@ -83,11 +83,11 @@ def _at(schedule: Schedule, rate: float) -> Schedule:
 
 def make_arm(name: str, inputs: Inputs, steps: int, seed: int) -> Arm:
     """The trainer of this name."""
-    if name == "specforge":
-        return SpecForge(inputs, steps, seed)
-    if name == "speculators":
-        return Speculators(inputs, steps, seed)
-    return Ours(inputs, steps, seed, name.split("-")[1:])
+    trainer, *options = name.split("-")
+    if trainer == "ours":
+        return Ours(inputs, steps, seed, options)
+    peer = {"specforge": SpecForge, "speculators": Speculators}[trainer]
+    return peer(inputs, steps, seed, torch.bfloat16 if "bfloat16" in options else torch.float32)
 
 
 def peak_mb() -> float:

@@ -4,6 +4,9 @@ Each stands unpacked in <name>-<version> below .peers (`make peers`) or the fold
 they import. Their code is run as it is, with what it would do on a CPU: SpecForge's fused loss needs a GPU's Triton,
 so its own plain version of the same loss is called; speculators' losses are its "eager" ones, its attention
 "eager", one of its three.
+
+Both are run in float32 and as their own settings have it, in bfloat16: SpecForge's draft and target head are bfloat16 beside its
+optimizer's float32 masters; speculators keeps float32 weights and computes the forward pass under autocast.
 """
 
 from __future__ import annotations
@@ -75,7 +78,7 @@ class SpecForge:
     as its offline training does by default.
     """
 
-    def __init__(self, inputs: Inputs, steps: int, seed: int) -> None:
+    def __init__(self, inputs: Inputs, steps: int, seed: int, dtype: torch.dtype = torch.float32) -> None:
         put_on_path("specforge")
         assert set(inputs.config.norms) <= {"fc_norm"}
         self._loss()
@@ -94,10 +97,11 @@ class SpecForge:
             self._draft.embed_tokens.weight.copy_(inputs.tensor("embedding"))
             self._draft.t2d.copy_(inputs.tensor("t2d"))
             self._draft.d2t.copy_(inputs.tensor("d2t"))
-        self._draft.freeze_embedding()
+        self._draft.to(dtype).freeze_embedding()
         self._model = model.OnlineEagle3Model(self._draft, length=steps, attention_backend="sdpa")
         self._optimizer = optimizer.BF16Optimizer(self._draft, lr=1e-3, max_grad_norm=CLIP, total_steps=1_000_000)
-        self._head, self._norm, self._eps = inputs.tensor("head"), inputs.tensor("norm"), inputs.config.eps
+        self._head, self._norm = inputs.tensor("head").to(dtype), inputs.tensor("norm").to(dtype)
+        self._eps, self._dtype = inputs.config.eps, dtype
 
     @staticmethod
     def _loss() -> None:
@@ -121,13 +125,13 @@ class SpecForge:
         def shifted(x: Tensor) -> Tensor:
             return F.pad(x, (0, 0) * (x.dim() - 2) + (0, 1))[:, 1:]
 
-        last = padded(F.rms_norm(batch.last, self._norm.shape, self._norm, self._eps))
+        last = padded(F.rms_norm(batch.last.to(self._dtype), self._norm.shape, self._norm, self._eps))
         losses = self._model(
             input_ids=shifted(padded(batch.input_ids)),
             attention_mask=padded(torch.ones_like(batch.input_ids)),
             loss_mask=padded(batch.loss_mask.long())[..., None],
             target=shifted(last) @ self._head.T,
-            hidden_states=padded(batch.aux),
+            hidden_states=padded(batch.aux.to(self._dtype)),
         )[0]
         torch.stack([DECAY**i * loss for i, loss in enumerate(losses)]).sum().backward()
         for group in self._optimizer.optimizer.param_groups:
@@ -146,7 +150,7 @@ class Speculators:
     Its head is the target's own rows and frozen, as its load_verifier_weights leaves it.
     """
 
-    def __init__(self, inputs: Inputs, steps: int, seed: int) -> None:
+    def __init__(self, inputs: Inputs, steps: int, seed: int, dtype: torch.dtype = torch.float32) -> None:
         put_on_path("speculators")
         core, losses = (importlib.import_module(f"speculators.{name}") for name in ("models.eagle3.core", "losses"))
         config = llama_config(inputs)
@@ -157,7 +161,7 @@ class Speculators:
             draft_vocab_size=inputs.config.draft_vocab_size,
             **dict.fromkeys(inputs.config.norms, True),
         )
-        self._draft, self._steps = core.Eagle3DraftModel(told), steps
+        self._draft, self._steps, self._dtype = core.Eagle3DraftModel(told), steps, dtype
         t2d, head = inputs.tensor("t2d"), inputs.tensor("head")
         self._draft.load_vocab_mappings(t2d, inputs.tensor("d2t"))
         with torch.no_grad():
@@ -180,17 +184,18 @@ class Speculators:
         next_[ends - torch.tensor(batch.lengths)] = False
         documents = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths) - 1)
         positions = torch.cat([torch.arange(1, length) for length in batch.lengths])
-        _, loss, _ = self._draft(
-            hidden_states=batch.aux[here][None],
-            input_ids=batch.input_ids[next_][None],
-            document_ids=documents[None],
-            loss_mask=batch.loss_mask[next_][None],
-            position_ids=positions[None],
-            verifier_last_hidden_states=batch.last[next_][None],
-            ttt_steps=self._steps,
-            ttt_step_loss_decay=DECAY,
-            loss_config=self._kl,
-        )
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+            _, loss, _ = self._draft(
+                hidden_states=batch.aux[here][None].to(self._dtype),
+                input_ids=batch.input_ids[next_][None],
+                document_ids=documents[None],
+                loss_mask=batch.loss_mask[next_][None],
+                position_ids=positions[None],
+                verifier_last_hidden_states=batch.last[next_][None].to(self._dtype),
+                ttt_steps=self._steps,
+                ttt_step_loss_decay=DECAY,
+                loss_config=self._kl,
+            )
         loss.backward()
         nn.utils.clip_grad_norm_(self._learnt, CLIP)
         for group in self._optimizer.param_groups:

@@ -94,7 +94,7 @@ def main() -> None:
     kept.mkdir(exist_ok=True)
     for arm in sys.argv[2:] or ARMS:
         name, to = arm.rpartition("-")[0], kept / f"{arm}.json"
-        if name in PEERS and not to.exists() and (why := absent(name)):
+        if (peer := name.split("-")[0]) in PEERS and not to.exists() and (why := absent(peer)):
             print(why)
             continue
         if not to.exists():
