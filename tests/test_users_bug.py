@@ -42,6 +42,7 @@ def write_params(root: Path) -> None:
         "max_prompt_tokens": 320,
         "draft_steps": [1],
         "max_new_tokens": 6,
+        "repeats": 3,
         "out_of_distribution_prompts": 0,
     }
     params["gates"]["extraction"] |= {
