@@ -5,7 +5,8 @@
 Needs a merged set (`dvc repro gate-training`). Every arm trains on the rows of `training_rows` for CPU_SECONDS on one thread
 (a warm-up of 4 % and a cosine to zero over the time, the same peak for all), then its draft is simulated on all held-out rows.
 A finished arm is kept in .cache/benchmarks/training and not run again; an arm cut short starts anew. Arms are named
-<trainer>-<seed>; without a name all of ARMS are run.
+<trainer>-<seed>, with the trainers of `benchmarks.training_arm`; without a name three seeds of ours and one of each peer are
+run, all with bfloat16 products where the line itself would take them here.
 """
 
 from __future__ import annotations
@@ -29,11 +30,17 @@ from stages.contracts.files import canonical, write_whole
 from stages.contracts.manifest import HIDDEN_STATES
 from stages.contracts.params import load_params
 from stages.contracts.progress import progress
+from stages.drafts._start import products_dtype
 from stages.drafts.eagle3 import BatchOrder, Eagle3, Teacher
 
 STEPS, BATCH_TOKENS, RATE, WARMUP = 3, 1024, 0.0015, 0.04
 FREE_STEPS = 4  # at the start, not counted: SpecForge compiles parts of itself
-ARMS = ("ours-1", "ours-2", "ours-3", "specforge-1", "speculators-1")
+
+
+def all_arms() -> list[str]:
+    """The arms of a whole race on this machine."""
+    low = "-bfloat16" if products_dtype("auto", torch.device("cpu")) == torch.bfloat16 else ""
+    return [f"ours{low}-{seed}" for seed in (1, 2, 3)] + [f"{peer}{low}-1" for peer in PEERS]
 
 
 def rate_at(share: float) -> float:
@@ -92,7 +99,7 @@ def main() -> None:
     budget = str(int(sys.argv[1]))
     kept = folder.parent / f"race-{folder.name}-{budget}"
     kept.mkdir(exist_ok=True)
-    for arm in sys.argv[2:] or ARMS:
+    for arm in sys.argv[2:] or all_arms():
         name, to = arm.rpartition("-")[0], kept / f"{arm}.json"
         if (peer := name.split("-")[0]) in PEERS and not to.exists() and (why := absent(peer)):
             print(why)
