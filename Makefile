@@ -43,7 +43,7 @@ retrain: $(STAMP) ## the whole line, then a table of what came out; a second run
 	@python -m stages.glance
 
 test: $(STAMP) ## the tests (minutes); ARGS="-m slow" for the slow ones
-	@python -m pytest -n logical --maxprocesses 4 --dist loadgroup $(ARGS)
+	@python -m pytest -n logical --maxprocesses 4 $(ARGS)
 
 use: ## another set of parameters: make use PARAMS=llama-3.1-8b
 	@[ -n "$(PARAMS)" ] && [ -f "params/$(PARAMS).yaml" ] || { \

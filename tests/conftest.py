@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,13 +25,17 @@ if not os.environ.get("PATH", "").startswith(_bin):
     os.environ["PATH"] = f"{_bin}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One of several processes (`make test`) takes a whole file, and all that share a line served by SGLang, for what they share is
-    made once a process."""
-    for item in items:
-        of = item.path.parent if item.get_closest_marker("sglang") else item.path
-        item.add_marker(pytest.mark.xdist_group(str(of.relative_to(ROOT))))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One of several processes (`make test`) takes a whole file, or all that share the line served by SGLang: what a process shares is
+    made once. (A mark `xdist_group` would say the same, but xdist 3.8 writes it where pytest 9.2 no longer looks.)"""
+    from xdist.scheduler import LoadFileScheduling
+
+    class BySharing(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/sglang" if nodeid.startswith("tests/sglang/") else super()._split_scope(nodeid)
+
+    return BySharing(config, log)
 
 
 @pytest.fixture(scope="session")
