@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.training import default_arm
 from benchmarks.training_peers import PEERS, absent
 from benchmarks.training_rows import Inputs, prepare
 from stages._train_judge import evaluate
@@ -30,7 +31,6 @@ from stages.contracts.files import canonical, write_whole
 from stages.contracts.manifest import HIDDEN_STATES
 from stages.contracts.params import load_params
 from stages.contracts.progress import progress
-from stages.drafts._start import products_dtype
 from stages.drafts.eagle3 import BatchOrder, Eagle3, Teacher
 
 STEPS, BATCH_TOKENS, RATE, WARMUP = 3, 1024, 0.0015, 0.04
@@ -39,8 +39,8 @@ FREE_STEPS = 4  # at the start, not counted: SpecForge compiles parts of itself
 
 def all_arms() -> list[str]:
     """The arms of a whole race on this machine."""
-    low = "-bfloat16" if products_dtype("auto", torch.device("cpu")) == torch.bfloat16 else ""
-    return [f"ours{low}-{seed}" for seed in (1, 2, 3)] + [f"{peer}{low}-1" for peer in PEERS]
+    ours = default_arm()
+    return [f"{ours}-{seed}" for seed in (1, 2, 3)] + [f"{peer}{ours.removeprefix('ours')}-1" for peer in PEERS]
 
 
 def rate_at(share: float) -> float:

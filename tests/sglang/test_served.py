@@ -62,8 +62,6 @@ def test_the_server_is_fed_stays_lossless_and_counts_as_this_process_and_the_sim
     assert len(compared) >= len(evidence.requests) - greedy.near_ties
     with in_folder(line):
         assert {r.prompt_id: r.accepted for r in compared} == simulated_unrounded(in_process)
-    as_stored = [sorted(r.simulated_accepted or ()) == sorted(r.accepted) for r in compared]
-    assert sum(as_stored) > len(compared) / 2, "rounded states move a token now and then, not in most requests"
     assert sum(a.requests for a in evidence.served_by_length.values()) == len(evidence.requests)
     assert evidence.served.accept_length > 1.0, "a draft that is never right would agree with anything"
     mine = {r.prompt_id: r.accepted for r in in_process.requests}
