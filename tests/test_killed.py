@@ -62,33 +62,40 @@ def killed(do: Callable[[], None], after_s: float) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def kill_and_finish(times: int, seed: int) -> int:
-    """From nothing, killed at a random moment, then finished, `times` over; how many were killed before they were done."""
-    work()  # warms what a process does once
+def from_nothing() -> float:
+    """The whole work with nothing there before; the seconds it takes."""
     for output in OUTPUTS:
-        shutil.rmtree(output)
+        shutil.rmtree(output, ignore_errors=True)
     started = time.monotonic()
     work()
-    took, whole = time.monotonic() - started, made()
+    return time.monotonic() - started
+
+
+def kill_and_finish(times: int, seed: int) -> None:
+    """From nothing, killed at a random moment before it is done, then finished, `times` over."""
+    from_nothing()  # warms what a process does once
+    took, whole = from_nothing(), made()
     moments, hit = random.Random(seed), 0
-    for _ in range(times):
+    while hit < times:
         for output in OUTPUTS:
             shutil.rmtree(output)
-        hit += killed(work, moments.uniform(0, took))
+        if killed(work, moments.uniform(0, took)):
+            hit += 1
+        else:
+            took = from_nothing()  # the machine is faster now than when it was timed
         work()
         assert made() == whole and not verify_store(HIDDEN_STATES)
         assert not [p for p in Path().rglob("*") if p.suffix in (".part", ".old")]
         assert not Path(".cache/quarantine").exists(), "a kill leaves nothing damaged"
-    return hit
 
 
 def test_a_handful_of_kills_leave_no_trace(here: Path) -> None:
-    assert kill_and_finish(4, seed=1) >= 1
+    kill_and_finish(4, seed=1)
 
 
 @pytest.mark.slow
 def test_fifty_kills_leave_no_trace(here: Path) -> None:
-    assert kill_and_finish(50, seed=2) >= 30
+    kill_and_finish(50, seed=2)
 
 
 def test_a_repair_that_is_killed_is_finished_by_the_next_run(here: Path) -> None:

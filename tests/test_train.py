@@ -362,8 +362,9 @@ def test_killed_at_any_moment_a_run_goes_on_from_its_last_whole_point_to_the_sam
     train.main()
     took = time.monotonic() - started
     whole = (DraftRecord.read(DRAFT / DRAFT_RECORD), TRAIN_METRICS.read_bytes(), unmeasured_curves())
-    moments, hit = random.Random(3), 0
-    for _ in range(6):
+    moments, hit, rounds = random.Random(3), 0, 0
+    while hit < 6 or rounds < 6:
+        rounds += 1
         shutil.rmtree(DRAFT)
         TRAIN_METRICS.unlink()
         while killed(train.main, moments.uniform(0, 0.7 * took)):
@@ -372,7 +373,6 @@ def test_killed_at_any_moment_a_run_goes_on_from_its_last_whole_point_to_the_sam
             assert all((p / "resume.json").exists() and (p / "tensors.safetensors").exists() for p in points)
         found = (DraftRecord.read(DRAFT / DRAFT_RECORD), TRAIN_METRICS.read_bytes(), unmeasured_curves())
         assert found == whole and not [p for p in Path().rglob("*") if p.suffix in (".part", ".old")]
-    assert hit >= 6
 
 
 @pytest.mark.parametrize("changed", ["train.optimizer_steps", "the merged rows", "the draft vocabulary", "the start"])
