@@ -3,8 +3,8 @@
     python -m benchmarks.warm_start
 
 Needs a merged set (`dvc repro gate-training`); changes nothing. Four of five training rows are last week's: a draft is
-trained on them for FIRST optimizer steps. Then all rows are there, and two drafts get the same CPU seconds: one that goes on from
-last week's, its vocabulary kept, and one that starts from the target. Both are simulated on the held-out rows, which
+trained on them for FIRST optimizer steps. Then all rows are there, and two drafts get THEN steps on the same batches, so
+equal work (the CPU seconds stand beside it): one that goes on from last week's, its vocabulary kept, and one that starts from the target. Both are simulated on the held-out rows, which
 neither has seen. Fails when going on is not better.
 """
 
@@ -23,9 +23,9 @@ from stages.acceptance.lengths import gain
 from stages.capture.store import RowStore
 from stages.contracts.manifest import HIDDEN_STATES, MERGED_MANIFEST, MergedManifest
 from stages.contracts.params import Params, load_params
-from stages.drafts.eagle3 import BatchOrder, Eagle3, HeldOut, Teacher, Trainer, carry_over, start_draft
+from stages.drafts.eagle3 import BatchOrder, Eagle3, HeldOut, Teacher, Trainer, carry_over, match_scales, start_draft
 from stages.targets import load_target, locate_target
-from stages.train import schedule_of, target_ids
+from stages.train import SCALED_BY, schedule_of, target_ids
 
 if TYPE_CHECKING:
     from stages.targets._decoder import Decoder
@@ -34,10 +34,13 @@ NEW = 5  # every fifth row of the index is new: all sources have some
 FIRST, THEN = 240, 96  # optimizer steps of last week's draft, and of each of this week's two
 
 
-def fresh(target: Decoder, ids: torch.Tensor, params: Params) -> tuple[Eagle3, Teacher]:
+def fresh(target: Decoder, ids: torch.Tensor, rows: Rows, params: Params) -> tuple[Eagle3, Teacher]:
     """A draft as training from the target starts it."""
     names = ("heads", "kv_heads", "head_dim", "intermediate_size", "seed", "norms", "head", "loss", "products")
-    return start_draft(target, ids, **{n: getattr(params.train, n) for n in names})
+    draft, teacher = start_draft(target, ids, **{n: getattr(params.train, n) for n in names})
+    if params.train.norms:
+        match_scales(draft, rows.pack(rows.train[:SCALED_BY]).aux)
+    return draft, teacher
 
 
 def train(draft: Eagle3, teacher: Teacher, rows: Rows, params: Params, steps: int, seed: int) -> tuple[Eagle3, float]:
@@ -70,13 +73,13 @@ def main() -> None:
     print(
         f"{len(old.train)} rows of last week, {len(rows.train) - len(old.train)} new ones, {len(rows.held_out)} held out"
     )
-    draft, teacher = fresh(target, ids, params)
+    draft, teacher = fresh(target, ids, old, params)
     last_week, seconds = train(draft, teacher, old, params, FIRST, params.train.seed)
     found = {"last week": evaluate(last_week, teacher, rows, params)}
     told("last week's draft", found["last week"], seconds, FIRST)
     tensors = {n: p.detach().clone() for n, p in last_week.named_parameters()}
     for name in ("goes on", "from the target"):
-        draft, _ = fresh(target, ids, params)
+        draft, _ = fresh(target, ids, rows, params)
         if name == "goes on":
             carry_over(draft, tensors, ids, ids)
         trained, seconds = train(draft, teacher, rows, params, THEN, params.train.seed + 1)

@@ -39,7 +39,7 @@ def find_start(params: Params, merged: MergedManifest) -> Start | None:
         Refusal: it is of another target or other points, has other sizes, or its files are not those of its record.
         DataError, EngineError: it cannot be read.
     """
-    name = params.train.start_from
+    name = told = params.train.start_from
     if name is None:
         return None
     if name == CURRENT:
@@ -47,6 +47,16 @@ def find_start(params: Params, merged: MergedManifest) -> Start | None:
             return None
         name = str(RELEASES / release / "draft")
     folder = Path(name)
+    if not (folder / DRAFT_RECORD).exists():
+        raise Refusal(
+            "There is no draft that training could go on from",
+            where=f"params.yaml: train.start_from ({told})",
+            expected=f"a draft's folder, with its {DRAFT_RECORD}",
+            got="no such folder" if not folder.exists() else f"no {DRAFT_RECORD} in it",
+            do="name a draft's folder, or null"
+            if told == name
+            else f"`python -m flows.release fetch {folder.parent.name} {folder.parent}`, or name null",
+        )
     record = DraftRecord.read(folder / DRAFT_RECORD)
     files = (("weights", "model.safetensors", record.weights_digest), ("config", "config.json", record.config_digest))
     faults = [
@@ -101,8 +111,18 @@ def go_on_from(
 
     Raises:
         EngineError: train.head is frozen and the earlier draft's head is not the target's own.
+        Refusal: it turns positions or norms states by other figures than a draft of this target does.
     """
     earlier, told = start.checkpoint, params.train
+    figures = [(n, getattr(draft.config, n), getattr(earlier.config, n)) for n in ("rope_theta", "eps")]
+    if faults := [figure for figure in figures if figure[1] != figure[2]]:
+        raise Refusal(
+            "Training cannot go on from this draft",
+            where=str(start.folder / "config.json"),
+            expected="; ".join(f"{name} {here}" for name, here, _ in faults),
+            got="; ".join(f"{name} {its}" for name, _, its in faults),
+            do=_OR_SCRATCH,
+        )
     if told.head == "frozen":
         _demand_targets_head(start, teacher)
     own_ids = teacher.target_ids

@@ -18,6 +18,7 @@ from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import LineError, Refusal, run
 from stages.contracts.files import file_digest, whole_folder
 from stages.contracts.params import load_params
+from stages.contracts.release import RELEASES
 from stages.drafts.eagle3 import FORMATS, Verifier, write_as
 from stages.targets import identify_target, load_target, locate_target, read_target_config
 
@@ -37,16 +38,23 @@ def choose(arguments: list[str]) -> tuple[str, Path]:
             got=" ".join(arguments) or "nothing",
         )
     root = Path(arguments[1])
-    own = root.is_dir() and ((root / DRAFT_RECORD).exists() or not any(root.iterdir()))
-    if root.resolve() == DRAFT.resolve() or (root.exists() and not own):
+    kept = next((k for k in (DRAFT, RELEASES) if root.resolve().is_relative_to(k.resolve())), None)
+    if kept or (root.exists() and not _replaceable(root)):
         raise Refusal(
             "Something else stands where the export is to go",
             where=str(root),
-            expected=f"no folder, an empty one, or an earlier export (it has {DRAFT_RECORD}), and not {DRAFT} itself",
-            got="files of another origin",
+            expected=f"no folder, an empty one, or an earlier export ({DRAFT_RECORD} says for {' or '.join(sorted(FORMATS))})",
+            got=f"a place in {kept}, whose bytes others go by" if kept else "files of another origin",
             do="name another folder",
         )
     return arguments[0], root
+
+
+def _replaceable(root: Path) -> bool:
+    """An empty folder or an earlier export; the line's own drafts, wherever they are, have such a record too."""
+    if not root.is_dir() or not any(root.iterdir()):
+        return root.is_dir()
+    return (root / DRAFT_RECORD).exists() and DraftRecord.read(root / DRAFT_RECORD).exported_for in FORMATS
 
 
 def read_own(record: DraftRecord, weights_digest: str) -> None:

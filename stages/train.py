@@ -47,7 +47,7 @@ from stages.targets import identify_target, load_target, locate_target
 WORK = Path(".cache/train")
 BOARD = Path("logs/tensorboard")  # a folder a run, named as its resume points
 _LAYOUT = 3  # of resume points: part of their key, raised when their content changes meaning
-_SCALED_BY = 16  # training rows whose states tell how large states are
+SCALED_BY = 16  # training rows whose states tell how large states are
 # Settings that do not decide what a run comes to.
 _ANY = ("processes", "shard_weights", "recompute_steps", "tensorboard", "checkpoint_every")
 
@@ -84,7 +84,7 @@ def read_inputs(params: Params, device: str) -> Inputs:
     names = ("heads", "kv_heads", "head_dim", "intermediate_size", "norms", "seed", "head", "loss", "products")
     draft, teacher = start_draft(target, target_ids(d2t), **{n: getattr(told, n) for n in (*names, "recompute_steps")})
     if told.norms and not start:
-        match_scales(draft, rows.pack(rows.train[:_SCALED_BY]).aux)
+        match_scales(draft, rows.pack(rows.train[:SCALED_BY]).aux)
     carried = go_on_from(start, draft, teacher, rows, target_ids(d2t_merged), params) if start else None
     _say_start(start, carried, params)
     return Inputs(params, merged, gate, rows, draft, teacher, (d2t, t2d), carried)
@@ -145,6 +145,8 @@ def resume_points(inputs: Inputs) -> ResumePoints:
         "the merged rows": inputs.merged.digest(),
         "the draft vocabulary": digest(inputs.vocabulary[0].numpy().tobytes()),
         "the start": inputs.start.draft_digest if inputs.start else "the target",
+        "the products": str(inputs.teacher.products).removeprefix("torch."),  # what auto came to
+        "the device": inputs.rows.device.type,
     }
     return ResumePoints(WORK / digest(canonical(deciding)).removeprefix("sha256:")[:24], deciding)
 

@@ -19,6 +19,7 @@ from stages.drafts.eagle3 import PackedBatch, look_ahead, read_draft, start_draf
 from stages.targets import load_target
 from tests import line, tiny
 from tests.bridges.test_peers import ask
+from tests.capture.conftest import bytes_of
 from tests.test_train import merged_line  # noqa: F401
 
 
@@ -78,11 +79,20 @@ def test_other_files_are_not_replaced_and_other_words_are_told(here: Path, monke
     Path("mine/notes.txt").write_text("mine")
     with pytest.raises(Refusal, match="Something else stands where the export is to go"):
         export(monkeypatch, "vllm", "mine")
-    with pytest.raises(Refusal, match="and not models/draft itself"):
-        export(monkeypatch, "vllm", str(DRAFT))
+    for kept in (DRAFT, DRAFT / "vllm", Path("releases/one/vllm")):
+        with pytest.raises(Refusal, match=f"a place in {kept.parts[0]}"):
+            export(monkeypatch, "vllm", str(kept))
     with pytest.raises(LineError, match=r"speculators \| vllm, then a folder"):
         export(monkeypatch, "onnx", "out")
     assert Path("mine/notes.txt").read_text() == "mine"
+
+
+def test_a_draft_of_the_line_is_no_earlier_export_wherever_it_is(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(DRAFT, "last_week")
+    before = bytes_of(Path("last_week"))
+    with pytest.raises(Refusal, match="files of another origin"):
+        export(monkeypatch, "speculators", "last_week")
+    assert bytes_of(Path("last_week")) == before
 
 
 def test_a_draft_that_is_not_its_records_is_not_exported(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

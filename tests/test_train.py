@@ -27,7 +27,8 @@ from stages.contracts.manifest import HIDDEN_STATES, MERGED, MERGED_MANIFEST, Me
 from stages.contracts.report import report_path
 from stages.drafts import _resume
 from stages.drafts._resume import ResumePoints, ResumeState
-from stages.drafts.eagle3 import Session, Trainer, read_draft
+from stages.drafts._watch import LossWatch
+from stages.drafts.eagle3 import Ahead, PackedBatch, Session, Trainer, read_draft
 from tests import line, tiny
 from tests.test_killed import killed
 
@@ -352,7 +353,55 @@ def test_a_loss_that_jumps_stops_names_the_rows_and_leaves_no_resume_point_of_it
         train.main()
     assert rows and all(row in caught.value.where for row in rows) and "optimizer step 25" in caught.value.where
     assert "lower train.learning_rate" in caught.value.do and not DRAFT.exists()
-    assert [p.name for p in train.WORK.glob("*/step_*")] == ["step_000025"]
+    assert [p.name for p in train.WORK.glob("*/step_*")] == ["step_000024"]
+
+
+def test_weights_that_came_apart_leave_no_resume_point_and_the_run_goes_on_from_before(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The update before a resume point ruins the weights: only the next step's loss can tell."""
+    set_params(here, optimizer_steps=30, checkpoint_every=10, evaluate_every=30, max_loss_jump=1.5)
+    step, rows = Trainer.train, dict[int, list[str]]()
+
+    def ruinous(self: Trainer, *batches: PackedBatch) -> Ahead:
+        rows[self.step] = [row for batch in batches for row in batch.row_ids]
+        ahead = step(self, *batches)
+        if self.step == 20:
+            with torch.no_grad():
+                for parameter in self.draft.parameters():
+                    parameter.mul_(-40 if parameter.requires_grad and parameter.dim() > 1 else 1)
+        return ahead
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train", ruinous)
+        with pytest.raises(DataError, match=r"The loss jumped(.|\n)*the update before it was of rows") as caught:
+            train.main()
+    assert all(row in caught.value.where for row in rows[19] + rows[20])
+    assert [p.name for p in train.WORK.glob("*/step_*")] == ["step_000010"]
+    train.main()
+    assert "resumed after step 10" in capsys.readouterr().err and DRAFT.exists()
+
+
+def test_losses_about_zero_are_no_jumps() -> None:
+    watch = LossWatch(4.0)
+    for step, loss in enumerate([0.0002, -0.0001] * 20 + [0.09]):
+        watch.see(step, loss, ["row"])
+    with pytest.raises(DataError, match="The loss jumped"):
+        watch.see(41, 0.2, ["row"])
+
+
+def test_rows_that_no_draft_could_be_asked_about_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = train.Rows.pack
+
+    def one_by_one(self: train.Rows, members: object) -> PackedBatch:
+        batch = pack(self, members)  # type: ignore[arg-type]
+        batch.loss_mask[::2] = False
+        return batch
+
+    monkeypatch.setattr(train.Rows, "pack", one_by_one)
+    with pytest.raises(Refusal, match="No train row has a pair that a draft could be asked for"):
+        train.main()
+    assert not DRAFT.exists()
 
 
 @pytest.mark.slow
@@ -375,7 +424,10 @@ def test_killed_at_any_moment_a_run_goes_on_from_its_last_whole_point_to_the_sam
         assert found == whole and not [p for p in Path().rglob("*") if p.suffix in (".part", ".old")]
 
 
-@pytest.mark.parametrize("changed", ["train.optimizer_steps", "the merged rows", "the draft vocabulary", "the start"])
+@pytest.mark.parametrize(
+    "changed",
+    ["train.optimizer_steps", "the merged rows", "the draft vocabulary", "the start", "the products", "the device"],
+)
 def test_a_resume_point_of_another_run_is_refused_and_what_differs_is_named(
     here: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:

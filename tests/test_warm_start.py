@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from stages import train
 from stages.contracts.draft import DRAFT, DRAFT_RECORD, DraftRecord
 from stages.contracts.errors import EngineError, LineError, Refusal
+from stages.contracts.files import file_digest
 from stages.contracts.manifest import MERGED, MERGED_MANIFEST, MergedManifest
 from stages.contracts.release import POINTER, RELEASES
 from stages.drafts._start import carry_over
@@ -165,7 +166,17 @@ def test_a_draft_whose_files_are_not_its_records_is_refused(here: Path) -> None:
 
 def test_a_folder_without_a_draft_is_told(here: Path) -> None:
     set_params(start_from="nowhere")
-    assert "No DraftRecord here" in refused().what
+    error = refused()
+    assert error.what == "There is no draft that training could go on from" and "(nowhere)" in error.where
+
+
+@pytest.mark.parametrize(("key", "value"), [("rope_theta", 5e5), ("rms_norm_eps", 1e-3)])
+def test_a_draft_that_computes_with_other_figures_is_refused(here: Path, key: str, value: float) -> None:
+    config = Path("earlier/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: value}))
+    rewrite(config_digest=file_digest(config))
+    set_params(start_from="earlier")
+    assert f"{value}" in (refused().got or "")
 
 
 def test_a_trained_head_is_not_quietly_replaced_by_the_targets(here: Path) -> None:

@@ -90,7 +90,7 @@ def read_draft_config(path: Path) -> dict[str, Any]:
         told: Any = json.loads(path.read_text(encoding="utf-8"))
         got = _odd_shape(told) if hasattr(told, "get") else f"a {type(told).__name__}"
         raw = told
-    except (FileNotFoundError, ValueError) as error:  # ValueError: bytes that are no UTF-8, or no JSON
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: bytes that are no UTF-8, or no JSON
         got = str(error)
     if got:
         raise DataError(

@@ -6,6 +6,7 @@ every name, shape and vocabulary entry is checked here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from stages.drafts._module import Eagle3, Eagle3Config
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 EMBEDDING = "embed_tokens.weight"
 _MEND = "export the draft again: `dvc repro train`"
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
+_KINDS = {"d2t": (torch.int64,), "t2d": (torch.bool,)}
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def read_draft(folder: Path) -> DraftCheckpoint:
     config, layer_ids = _parse(raw, folder / CONFIG)
     try:
         tensors = load_file(folder / WEIGHTS)
-    except (FileNotFoundError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise DataError(
             "The draft's weights cannot be read", where=str(folder / WEIGHTS), got=str(error), do=_MEND
         ) from error
@@ -184,7 +187,7 @@ def _parse(raw: dict[str, Any], where: Path) -> tuple[Eagle3Config, tuple[int, .
 
 
 def _positive(value: Any, whole: bool) -> bool:
-    return type(value) in ((int,) if whole else (int, float)) and value > 0
+    return type(value) in ((int,) if whole else (int, float)) and 0 < value < math.inf
 
 
 def _audit_tensors(tensors: dict[str, Tensor], config: Eagle3Config, where: Path) -> None:
@@ -198,16 +201,15 @@ def _audit_tensors(tensors: dict[str, Tensor], config: Eagle3Config, where: Path
         for name, tensor in sorted(tensors.items())
         if name in known and tuple(tensor.shape) != known[name]
     ]
-    kinds = {"d2t": torch.int64, "t2d": torch.bool}
     faults += [
-        f"{name} is {tensors[name].dtype}, not {kind}"
-        for name, kind in kinds.items()
-        if name in tensors and tensors[name].dtype != kind
+        f"{name} is {tensor.dtype}, not {' or '.join(map(str, kinds))}"
+        for name, tensor in sorted(tensors.items())
+        if name in known and tensor.dtype not in (kinds := _KINDS.get(name, _WEIGHTS))
     ]
     faults += [
         f"{name} is not finite"
         for name, tensor in sorted(tensors.items())
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+        if tensor.dtype in _WEIGHTS and not bool(tensor.isfinite().all())
     ]
     if faults:
         raise EngineError(

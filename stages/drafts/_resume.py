@@ -44,20 +44,22 @@ class ResumePoints:
         self.root, self.of = root, dict(of or {})
 
     def save(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
-        """Write the point after `step` steps; older ones go once it is there.
+        """Write the point after `step` steps. Older ones stay until `settle` is told that it is sound.
 
         Raises:
             DataError: the tensors cannot be written; the older point stays.
         """
         folder = self.root / f"step_{step:06d}"
-        older = self._folders()
         with whole_folder(folder) as aside:
             _save(tensors, aside / _TENSORS)
             digest = file_digest(aside / _TENSORS)
             ResumeState(step=step, tensors_digest=digest, of=self.of, progress=progress).write(aside / _STATE)
-        for old in older:
-            if old != folder:
-                discard(old)
+
+    def settle(self, *, sound: bool) -> None:
+        """The last point is sound, and older ones go; or it is not, and goes itself."""
+        folders = self._folders()
+        for folder in folders[:-1] if sound else folders[-1:]:
+            discard(folder)
 
     def load(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
         """The last complete point: step, tensors, progress; None when there is none.

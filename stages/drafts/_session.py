@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from stages.contracts.errors import DataError, Refusal
 from stages.contracts.files import Fact
 from stages.contracts.progress import progress
 from stages.drafts._curves import Curves, HeldOut
@@ -85,6 +86,7 @@ class Session:
         self.best_weights: dict[str, Tensor] = {}
         self.reference: HeldOut | None = None  # the last evaluation that was an improvement
         self.stale = 0  # evaluations since
+        self._fresh_point: int | None = None  # the step of a resume point whose weights no loss has told of yet
 
     def resume(self) -> None:
         """Go on from the last resume point, when there is one."""
@@ -97,6 +99,7 @@ class Session:
         self.best = Best.model_validate(state["best"]) if state["best"] else None
         self.reference = HeldOut.model_validate(state["reference"]) if state["reference"] else None
         self.stale, self.watch.recent = state["stale"], state["recent"]
+        self._fresh_point = step
         self._say(f"resumed after step {step}")
 
     def save(self) -> None:
@@ -109,12 +112,21 @@ class Session:
                 state[name] = fact.model_dump(mode="json") if fact else None
             kept = {f"best.{n}": t for n, t in self.best_weights.items()}
             self.points.save(self.trainer.step, tensors | kept, state)
+        self._fresh_point = self.trainer.step
         self.trainer.group.wait()
 
     def measure(self, loss: float) -> HeldOut:
         """Evaluate the averaged weights on the held-out rows; keep them when they are the best so far."""
         draft = self.trainer.averaged()
         found = self.evaluate(draft)
+        for split, pairs in (("train", self.roots_seen), ("held-out", found.overall.verifications)):
+            if not pairs:
+                raise Refusal(
+                    f"No {split} row has a pair that a draft could be asked for",
+                    where=f"the merged rows, after optimizer step {self.trainer.step}",
+                    expected="two supervised tokens side by side, somewhere in the rows",
+                    do="look at their masks (`python -m stages.glance data/prepared`); gate-extraction refuses such rows",
+                )
         self.curves.measured(self.trainer.step, found)
         if self.best is None or found.overall.accept_length > self.best.found.overall.accept_length:
             self.best = Best(step=self.trainer.step, roots_seen=self.roots_seen, train_loss=loss, found=found)
@@ -162,10 +174,22 @@ class Session:
         waited = time.monotonic() - started
         ahead = self.trainer.train(*batches)
         loss = float(ahead.loss.detach())
-        self.watch.see(step, loss, [self.row_ids[row] for row in rows])
+        self._look(step, loss, [self.row_ids[row] for row in rows])
         self.roots_seen += ahead.tried[0]
         self.curves.trained(self.trainer.step, rate, loss, ahead, waited, time.monotonic() - started)
         return ahead, loss
+
+    def _look(self, step: int, loss: float, rows: list[str]) -> None:
+        """Stop where the loss jumped. The loss tells of the weights before this step: those of a resume point made then."""
+        fresh, self._fresh_point = self._fresh_point == step, None
+        try:
+            self.watch.see(step, loss, rows)
+        except DataError:
+            if fresh and self.trainer.group.first:
+                self.points.settle(sound=False)
+            raise
+        if fresh and self.trainer.group.first:
+            self.points.settle(sound=True)
 
     def best_draft(self) -> Eagle3:
         """The draft to export."""

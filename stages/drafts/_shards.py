@@ -71,9 +71,10 @@ def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Of a whole tensor what this process keeps of `like`."""
+    """Of a whole tensor what this process keeps of `like`, where it keeps that."""
+    tensor = tensor.to(like.device)
     if not isinstance(like, _Sharded) or not tensor.dim():
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+    return distribute_tensor(tensor, like.device_mesh, like.placements)

@@ -98,6 +98,8 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         steps, decay = self.schedule.steps_ahead, self.schedule.step_decay
         ahead = add_gradients(self.draft, self.teacher, batches, steps, decay, self.group)
+        for parameter in self._named.values():  # of rows without a root, whatever the number of processes
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norm = whole(torch.nn.utils.clip_grad_norm_(self._named.values(), self.schedule.gradient_clip))
         if not bool(ahead.loss.isfinite() & norm.isfinite()):
             raise DataError(
@@ -122,7 +124,8 @@ class Trainer:
 
     def averaged(self) -> Eagle3:
         """The draft with its averaged weights: what is evaluated and exported."""
-        copy = Eagle3(self.draft.config, self.draft.embedding)
+        with self.draft.embedding.device:  # else its parameters are made on the CPU, and stay there
+            copy = Eagle3(self.draft.config, self.draft.embedding)
         copy.load_state_dict(wholes(self.draft.state_dict() | self.average))
         return copy.requires_grad_(False)
 

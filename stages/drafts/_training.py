@@ -184,7 +184,8 @@ class Ahead:
         roots: flat index of every root [N].
         drafted: target ids drafted at every step, [N, steps]; -1 where the row's supervised run ends before, and, while
             a gradient is taken, where another id than the row's own was the best.
-        hits: drafted tokens equal to the row's own, by step.
+        hits: drafted tokens equal to the row's own, by step; while a gradient is taken, one whose logit ties with the best
+            counts too, and bfloat16 logits tie now and then.
         tried: roots alive, by step.
     """
 

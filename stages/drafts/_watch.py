@@ -15,8 +15,12 @@ _AT_LEAST = 16  # of them, before anything can be called a jump
 _KIB = 1024
 
 
+_LEAST_RISE = 0.1  # nats above what is usual: where that is about 0, rounding alone would be many times it
+
+
 class LossWatch:
-    """Stops a run whose loss jumps, before any resume point or evaluation holds what the jump did to the weights.
+    """Stops a run whose loss jumps. A step's loss is that of the weights before its update: what the update before it did
+    to them shows only here, so a resume point counts as sound once the step after it was seen (Session).
 
     Args:
         max_jump: times the median loss of the last steps that a step's loss may reach; 0 never stops.
@@ -25,6 +29,7 @@ class LossWatch:
     def __init__(self, max_jump: float) -> None:
         self.max_jump = max_jump
         self.recent: list[float] = []
+        self._before: Sequence[str] = ()  # rows of the step before
 
     def see(self, step: int, loss: float, rows: Sequence[str]) -> None:
         """After optimizer step `step` (0-based) on `rows`.
@@ -33,17 +38,18 @@ class LossWatch:
             DataError: the loss jumped; the rows are named.
         """
         usual = statistics.median(self.recent) if len(self.recent) >= _AT_LEAST else None
-        if self.max_jump and usual and loss > self.max_jump * usual:
+        if self.max_jump and usual is not None and loss > max(self.max_jump * usual, usual + _LEAST_RISE):
+            before = f"; the update before it was of rows {', '.join(self._before)}" if self._before else ""
             raise DataError(
                 "The loss jumped: training came apart, or these rows are not like the others",
-                where=f"optimizer step {step}, rows {', '.join(rows)}",
+                where=f"optimizer step {step}, rows {', '.join(rows)}{before}",
                 expected=f"at most {self.max_jump:g} times {usual:.3f}, the median of the last {len(self.recent)} steps "
                 "(train.max_loss_jump)",
                 got=f"{loss:.3f}",
                 do="look at these rows (`python -m stages.glance data/prepared <row id>`) or lower train.learning_rate; "
-                "the resume points are from before, and `dvc repro train` goes on from the last",
+                "the resume point that is left is from before, and `dvc repro train` goes on from it",
             )
-        self.recent = [*self.recent[1 - _LOOK_BACK :], loss]
+        self.recent, self._before = [*self.recent[1 - _LOOK_BACK :], loss], rows
 
 
 class Speed:

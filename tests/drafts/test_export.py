@@ -158,6 +158,14 @@ def rename_head(tensors: dict[str, Tensor]) -> None:
         (lambda t: t.update({"fc.weight": torch.zeros(16, 32)}), r"fc.weight is \[16, 32\], not \[16, 48\]"),
         (lambda t: t["norm.weight"].fill_(torch.nan), "norm.weight is not finite"),
         (lambda t: t.update({"d2t": t["d2t"].int()}), "d2t is torch.int32, not torch.int64"),
+        (
+            lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}),
+            "fc.weight is torch.int8, not torch.float32 or",
+        ),
+        (
+            lambda t: t.update({"norm.weight": t["norm.weight"].to(torch.float8_e4m3fn)}),
+            "norm.weight is torch.float8_e4m3fn, not torch.float32 or",
+        ),
         (lambda t: t.pop("t2d"), "t2d is missing"),
     ],
 )
@@ -200,6 +208,7 @@ def test_a_vocabulary_that_contradicts_itself_is_refused(
         ("tie_word_embeddings", True, "tie_word_embeddings is True, not False"),
         ("eagle_config", {}, "use_aux_hidden_state is not true"),
         ("draft_vocab_size", None, "draft_vocab_size is missing"),
+        ("rope_theta", float("inf"), "rope_theta is inf, no number above 0"),
         ("draft_vocab_size", 24, r"lm_head.weight is \[23, 16\], not \[24, 16\]"),
     ],
 )
@@ -218,6 +227,15 @@ def test_a_file_cut_short_or_missing_is_refused(folder: Path, file: str, keep: f
     path.unlink()
     if keep is not None:
         path.write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        read_draft(folder)
+    assert file in caught.value.where
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_folder_in_a_files_place_is_told(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    (folder / file).mkdir()
     with pytest.raises(DataError, match="cannot be read") as caught:
         read_draft(folder)
     assert file in caught.value.where

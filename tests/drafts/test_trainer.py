@@ -86,6 +86,34 @@ def test_a_batch_with_nothing_supervised_is_a_step_without_gradient() -> None:
     assert torch.equal(trainer.draft.fc.weight, before)
 
 
+def test_rows_without_a_root_leave_a_state_to_resume_from_the_same_in_any_number_of_pieces() -> None:
+    """A parameter without a gradient is one with zeros: its moments and weight decay go on, alone as in a group."""
+    good, holes = make_batch(["00011111"], dtype=F32), make_batch(["01010101"], dtype=F32)
+    one, two, told = (Trainer(make_draft(dtype=F32), make_teacher(dtype=F32), SCHEDULE) for _ in range(3))
+    one.train(holes)
+    two.load(1, {n: t.clone() for n, t in one.tensors().items()})
+    for trainer in (one, two):
+        trainer.train(good)
+        trainer.train(holes)
+    told.train(holes, holes)
+    told.train(good)
+    told.train(holes, holes)
+    for other in (two, told):
+        for name, tensor in one.tensors().items():
+            assert torch.equal(tensor, other.tensors()[name]), name
+
+
+def test_all_that_is_made_of_a_draft_is_where_the_draft_is() -> None:
+    """On another device than the CPU, of which every machine has one: `meta`, that keeps shapes only."""
+    here = Trainer(make_draft(dtype=F32), make_teacher(dtype=F32), SCHEDULE)
+    here.train(make_batch(["0011111"], dtype=F32))
+    there = Trainer(make_draft(dtype=F32).to("meta"), here.teacher, SCHEDULE)
+    there.load(1, here.tensors())
+    made = there.averaged()
+    held = [made.embedding, *made.parameters(), *there.average.values(), *there.tensors().values()]
+    assert {t.device.type for t in held} == {"meta"}
+
+
 def test_what_tensors_gives_is_all_that_load_needs() -> None:
     batches = [make_batch(["0011111", "00111"], seed=s, dtype=F32) for s in range(6)]
     one, two = (Trainer(make_draft(dtype=F32), make_teacher(dtype=F32), SCHEDULE) for _ in range(2))
