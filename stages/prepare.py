@@ -18,7 +18,7 @@ from stages.contracts.errors import ParamsError, run
 from stages.contracts.files import whole_folder
 from stages.contracts.manifest import PREPARED, TargetIdentity
 from stages.contracts.params import Params, Target, load_params
-from stages.corpus.answers import Generated, OnAnswer, Prompt, answer_all, outcomes
+from stages.corpus.answers import Bounds, Generated, OnAnswer, Prompt, answer_all, outcomes
 from stages.corpus.asked import Kept, Prompts
 from stages.corpus.gather import Gathered, gather
 from stages.corpus.prepared import table, write_prepared
@@ -106,6 +106,7 @@ def regenerate(
         "temperature": p.temperature,
         "seed": p.seed if p.temperature else 0,
     }
+    bounds = Bounds(t.vocab_size, p.max_new_tokens)
     if p.answers.engine == "openai":
         settings |= {"token_ids": p.answers.token_ids}
 
@@ -116,9 +117,9 @@ def regenerate(
         def ask(prompts: Sequence[Prompt], on_answer: OnAnswer) -> None:
             server()(prompts, on_answer)
 
-        answers = answer_all(prompts, ask, settings, ANSWERS, 1, p.answers.max_failed_share)
+        answers = answer_all(prompts, ask, settings, ANSWERS, 1, p.answers.max_failed_share, bounds)
     else:
-        answers = answer_all(prompts, in_process_answers(params, folder), settings, ANSWERS, p.workers)
+        answers = answer_all(prompts, in_process_answers(params, folder), settings, ANSWERS, p.workers, bounds=bounds)
     for prompt, answer in answers.items():
         if answer.finish == "stop" and renderer.only_reasons(prompts[prompt], answer.ids):
             answers.give(prompt, Generated((), "empty", "only reasoning"))
@@ -165,6 +166,7 @@ def server_answers(params: Params, folder: Path, renderer: Renderer) -> ServerAn
         seed=p.seed,
         end_ids=renderer.end_ids,
         end_id=renderer.end_id,
+        vocab_size=params.target.vocab_size,
         may_retokenise=told.token_ids == "retokenise",
         encode=renderer.encode,
     )

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from stages.contracts.errors import EngineError
-from stages.corpus.answers import Generated, OnAnswer, Prompt
+from stages.corpus.answers import Bounds, Generated, OnAnswer, Prompt
 
 KEY_VARIABLE = "DRAFTLINE_API_KEY"
 FIRST_WAIT_S, LONGEST_WAIT_S, LONGEST_RETRY_AFTER_S = 0.5, 30.0, 300.0
@@ -46,6 +46,7 @@ class ServerAnswers:
 
     Attributes:
         end_ids: ids that end a turn.
+        vocab_size: of the target; ids beyond it are no answer.
         may_retokenise: prepare.answers.token_ids is `retokenise`.
     """
 
@@ -59,6 +60,7 @@ class ServerAnswers:
     seed: int
     end_ids: frozenset[int]
     end_id: int
+    vocab_size: int
     may_retokenise: bool
     encode: Callable[[str], Sequence[int]]
     _not_before: float = field(default=0.0, init=False)
@@ -177,8 +179,19 @@ class ServerAnswers:
         ids = choice.get("token_ids")
         if ids is None:
             self._demand_permission()
-            return self._retokenised(choice, finish, usage.get("completion_tokens"))
-        return Generated(self._closed(tuple(map(int, ids)), finish, choice), finish)
+            return self._within(self._retokenised(choice, finish, usage.get("completion_tokens")))
+        self._demand_ids(ids)
+        return self._within(Generated(self._closed(tuple(ids), finish, choice), finish))
+
+    def _within(self, answer: Generated) -> Generated:
+        """The answer, once its ids, with the end of turn that was put back, are what they may be."""
+        self._demand_ids(answer.ids)
+        return answer
+
+    def _demand_ids(self, ids: object) -> None:
+        """Raises _Passing when no answer of the target to this request can have these ids."""
+        if fault := Bounds(self.vocab_size, self.max_new_tokens).fault(ids):
+            raise _Passing(fault)
 
     def _retokenised(self, choice: dict[str, Any], finish: Any, sampled: int | None) -> Generated:
         """The text's ids, when there are as many as were sampled: a text has several tokenisations."""
@@ -192,7 +205,7 @@ class ServerAnswers:
         if finish == "length" or (ids and ids[-1] in self.end_ids):
             return ids
         told = choice.get("matched_stop", choice.get("stop_reason"))
-        return (*ids, told if isinstance(told, int) and told in self.end_ids else self.end_id)
+        return (*ids, told if type(told) is int and told in self.end_ids else self.end_id)
 
     def _demand_prompt(self, asked: tuple[int, ...], read: list[int] | None, usage: dict[str, Any]) -> None:
         tokens = usage.get("prompt_tokens")

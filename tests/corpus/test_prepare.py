@@ -23,7 +23,7 @@ from stages.contracts.manifest import PREPARED_MANIFEST, PreparedManifest
 from stages.contracts.params import load_params
 from stages.contracts.quality import PREPARED_QUALITY, PreparedQuality, digest_of_rows, token_bin
 from stages.corpus import gather
-from stages.corpus.answers import Generated
+from stages.corpus.answers import Generated, _line_digest
 from stages.corpus.parallel import Processes
 from stages.corpus.rows import answered_rows
 from stages.corpus.spool import Candidate
@@ -126,6 +126,18 @@ def test_the_same_inputs_give_the_same_bytes_with_or_without_kept_answers(line: 
     Path(".cache").rename("cache-aside")
     prepare.main()
     assert digests() == first
+
+
+@pytest.mark.parametrize("ids", [[10**12, EOS], [-5, EOS], [259, EOS], [70] * 13])
+def test_a_kept_answer_that_the_target_cannot_give_is_asked_again(line: dict, ids: list[int]) -> None:
+    prepare.main()
+    before = rows("asked")
+    (kept,) = Path(".cache/answers").glob("*/worker-0.jsonl")
+    first, *others = kept.read_text().splitlines()
+    prompt = json.loads(first)[0]
+    kept.write_text("\n".join([json.dumps([prompt, "stop", ids, _line_digest(prompt, "stop", ids)]), *others, ""]))
+    prepare.main()
+    assert rows("asked") == before
 
 
 def test_processes_of_their_own_give_the_same_bytes(line: dict, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def client(url: str, **changes: Any) -> ServerAnswers:
     shipped: dict[str, Any] = {
         "base_url": url, "model": "tiny", "concurrency": 6, "timeout_s": 60.0, "retries": 4, "max_new_tokens": 10,
-        "temperature": 0.0, "seed": 7, "end_ids": frozenset({2}), "end_id": 2, "may_retokenise": False,
+        "temperature": 0.0, "seed": 7, "end_ids": frozenset({2}), "end_id": 2, "vocab_size": 259, "may_retokenise": False,
         "encode": lambda text: (),
     }  # fmt: skip
     return ServerAnswers(**{**shipped, **changes})
@@ -155,6 +155,38 @@ def test_what_failed_stops_the_run_or_is_counted_and_only_that_is_asked_again(
         assert outcomes(answers, frozenset({2}))["failed"] == 2
         broken.clear()
         assert answer_all(prompts, client(server.url), SETTINGS, tmp_path, 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        ([10**12, 2], "token id 1000000000000; the target's vocabulary has 259"),
+        ([-5, 2], "token id -5;"),
+        ([259, 2], "token id 259;"),
+        ([5.0, 2], "token id 5.0;"),
+        ([True, 2], "token id True;"),
+        (["5", 2], "token id '5';"),
+        ("52", "token ids told as str"),
+        ([7] * 11, "11 tokens; 10 may be"),
+        ([7] * 10, "11 tokens; 10 may be"),  # with the end of turn that was left out
+    ],
+    ids=str,
+)
+def test_ids_that_are_no_answer_of_the_target_fail_and_are_asked_again(
+    folder: Path, prompts: dict[str, Ids], expected: dict[str, Generated], tmp_path: Path, ids: Any, why: str
+) -> None:
+    def change(body: dict[str, Any]) -> dict[str, Any]:
+        if tuple(body["choices"][0]["prompt_token_ids"]) == prompts["p04"]:
+            body["choices"][0] |= {"token_ids": ids, "finish_reason": "stop", "matched_stop": None}
+        return body
+
+    with serve(Completions(folder, change=change)) as server:
+        answers = answer_all(prompts, client(server.url, retries=0), SETTINGS, tmp_path, 1, max_failed_share=0.1)
+        assert answers["p04"].finish == "failed" and why in answers["p04"].detail
+        server.change = lambda body: body
+        server.asked.clear()
+        assert answer_all(prompts, client(server.url), SETTINGS, tmp_path, 1) == expected
+        assert server.asked == [prompts["p04"]]
 
 
 def test_a_server_that_is_gone_stops_the_run_before_every_prompt_has_failed(
