@@ -140,6 +140,28 @@ def test_a_kept_answer_that_the_target_cannot_give_is_asked_again(line: dict, id
     assert rows("asked") == before
 
 
+def said() -> dict[str, list[int]]:
+    return {r["prompt_id"]: r["input_ids"][r["prompt_tokens"] :] for r in rows("asked")}
+
+
+@pytest.mark.parametrize("by", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_answers_end_at_every_end_of_turn_that_the_target_names_and_are_asked_again_when_that_changes(
+    line: dict, by: str
+) -> None:
+    prepare.main()
+    before = said()
+    end = Counter(i for ids in before.values() for i in ids[1:-1] if i > EOS).most_common(1)[0][0]
+    file = Path("target", by)
+    told = json.loads(file.read_text()) if file.exists() else {}
+    name = PreTrainedTokenizerFast.from_pretrained("target").convert_ids_to_tokens(end)
+    file.write_text(json.dumps(told | ({"eos_token": name} if by[0] == "t" else {"eos_token_id": [EOS, end]})))
+    prepare.main()
+    after = said()
+    assert any(ids[-1] == end for ids in after.values()) and not any(end in ids[:-1] for ids in after.values())
+    cut = {p: ids[: ids.index(end) + 1] if end in ids else ids for p, ids in before.items()}
+    assert {p: cut[p] for p in after} == after
+
+
 def test_processes_of_their_own_give_the_same_bytes(line: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare.main()
     alone = {str(f): file_digest(f) for f in sorted(Path("data/prepared").rglob("*")) if f.is_file()}
