@@ -132,7 +132,7 @@ class ServerAnswers:
         except TimeoutError:
             raise _Passing(f"no answer within {self.timeout_s:g} s") from None
         except httpx.TransportError as error:
-            raise _Passing(f"{type(error).__name__}: {error}") from error
+            raise _Passing(_words(f"{type(error).__name__}: {error}")) from error
         if response.status_code in _PASSING:
             raise _Passing(_told(response), _retry_after(response))
         if response.status_code in _SYSTEMATIC:
@@ -149,7 +149,7 @@ class ServerAnswers:
             body = response.json()
             return self._read(ids, body, body["choices"][0])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _Passing(f"no completion: {type(error).__name__}: {response.text[:_SHOWN]}") from error
+            raise _Passing(f"no completion: {type(error).__name__}: {_words(response.text)}") from error
 
     def _body(self, prompt: str, ids: tuple[int, ...]) -> dict[str, Any]:
         """All that decides the sampling is sent: servers take what is left out from the model's generation config."""
@@ -174,7 +174,7 @@ class ServerAnswers:
         if finish == "content_filter":
             return Generated((), "refused", "content_filter")
         if finish not in ("stop", "length"):
-            raise _Passing(f"finish_reason {finish}")
+            raise _Passing(_words(f"finish_reason {finish}"))
         self._demand_prompt(asked, choice.get("prompt_token_ids") or body.get("prompt_token_ids"), usage)
         ids = choice.get("token_ids")
         if ids is None:
@@ -277,7 +277,7 @@ def _rendered(
             "The server cannot be reached",
             where=base_url,
             expected="a server that serves the target",
-            got=f"{type(error).__name__}: {error}",
+            got=_words(f"{type(error).__name__}: {error}"),
             do="start it, or mend prepare.answers.base_url",
         ) from error
     usage = (told.json().get("usage") or {}) if told.status_code == httpx.codes.OK else {}
@@ -285,16 +285,37 @@ def _rendered(
     return ("by number of tokens", tokens) if isinstance(tokens, int) else ("not compared: it offers no way", None)
 
 
+def _key() -> str:
+    """The server's key without what white space stands around it; empty when there is none.
+
+    Raises:
+        EngineError: no header can hold it. The error does not say it.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise EngineError(
+            "The server's key cannot be sent",
+            where=f"environment variable {KEY_VARIABLE}",
+            expected="visible ASCII characters alone, as a header takes them",
+            got="others among them; the key is not shown",
+            do="set it to the key and nothing else",
+        )
+    return key
+
+
 def _headers() -> dict[str, str]:
-    key = os.environ.get(KEY_VARIABLE)
+    key = _key()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+def _words(text: str) -> str:
+    """What a server or its client said, on one line and cut short, without the key, should it be in there."""
+    said, key = " ".join(text.split()), _key()
+    return (said.replace(key, "…") if key else said)[:_SHOWN]
+
+
 def _told(response: httpx.Response) -> str:
-    """A server's words on one line, without the key, should it repeat it."""
-    said = " ".join(response.text.split())[:_SHOWN]
-    key = os.environ.get(KEY_VARIABLE)
-    return f"HTTP {response.status_code}: {said.replace(key, '…') if key else said}"
+    return f"HTTP {response.status_code}: {_words(response.text)}"
 
 
 def _retry_after(response: httpx.Response) -> float | None:

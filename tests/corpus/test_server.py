@@ -229,6 +229,40 @@ def test_a_wrong_key_stops_at_once_and_the_key_is_told_nowhere(
     assert not any(b"s3cret" in f.read_bytes() for f in tmp_path.rglob("*") if f.is_file())
 
 
+@pytest.mark.parametrize("key", ["s3cret-value\r", " s3cret-value\n"])
+@pytest.mark.parametrize("reply", ["401", "500", "echo", "finish"])
+def test_a_key_with_an_end_of_line_is_sent_without_it_and_told_nowhere(
+    folder: Path, prompts: dict[str, Ids], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, reply: str
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    said = "x" * 280 + " s3cret-value"  # what is cut short is not cut within the key
+    replies: dict[str, Any] = {
+        "401": (401, {}, said.encode()), "500": (500, {}, said.encode()), "echo": (200, {}, said.encode()),
+        "finish": (200, {}, {"choices": [{"finish_reason": said}]}),
+    }  # fmt: skip
+    with serve(Completions(folder, lambda number, prompt: replies[reply])) as server:
+        with pytest.raises(EngineError) as error:
+            answer_all(prompts, client(server.url, concurrency=1, retries=0), SETTINGS, tmp_path, 1)
+        demand_same_rendering(server.url, "tiny", {}, Renderer(folder, policy()).probes())
+    assert set(server.keys) == {"Bearer s3cret-value"}
+    assert "s3c" not in error.value.text()
+
+
+@pytest.mark.parametrize("key", ["s3cret\r\nvalue", "s3cret-välue", "s3cret value", "s3cret\udc80"])
+def test_a_key_that_no_header_holds_stops_in_words_that_name_its_variable_alone(
+    prompts: dict[str, Ids], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    told = []
+    with pytest.raises(EngineError, match="key cannot be sent") as error:
+        answer_all(prompts, client("http://127.0.0.1:9/v1"), SETTINGS, tmp_path, 1)
+    told.append(error.value.text())
+    with pytest.raises(EngineError, match="key cannot be sent") as error:
+        demand_same_rendering("http://127.0.0.1:9/v1", "tiny", {}, [([], ())])
+    told.append(error.value.text())
+    assert all(KEY_VARIABLE in t and "s3c" not in t and "lue" not in t for t in told)
+
+
 def test_a_server_that_reads_other_tokens_than_it_is_sent_stops_the_run(
     folder: Path, prompts: dict[str, Ids], tmp_path: Path
 ) -> None:
