@@ -162,6 +162,15 @@ def test_answers_end_at_every_end_of_turn_that_the_target_names_and_are_asked_ag
     assert {p: cut[p] for p in after} == after
 
 
+def test_a_question_that_waits_for_its_answer_is_asked_with_all_that_came_before(line: dict) -> None:
+    talks = [chat("Hello there", "Hi.", f"And what of the number {i}?") for i in range(8)]
+    Path("asked.jsonl").write_text("".join(json.dumps(t) + "\n" for t in talks))
+    prepare.main()
+    asked = [json.loads(r["messages"])[:-1] for r in rows("asked")]
+    assert len(asked) > 1 and all(messages in [t["messages"] for t in talks] for messages in asked)
+    assert "duplicate prompt" not in manifest().sources[0].rejects
+
+
 def test_processes_of_their_own_give_the_same_bytes(line: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare.main()
     alone = {str(f): file_digest(f) for f in sorted(Path("data/prepared").rglob("*")) if f.is_file()}
