@@ -22,7 +22,10 @@ class ReadyRows:
     def _tokenizer(self) -> Any:
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(str(self.target / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(self.target / "tokenizer.json"))
+        tokenizer.no_truncation()  # a server asks for neither
+        tokenizer.no_padding()
+        return tokenizer
 
     @cached_property
     def _vocab_size(self) -> int:

@@ -430,6 +430,24 @@ def test_rows_that_stand_ready_without_a_mask_are_not_guessed_at(line: dict) -> 
     assert source.rows == 3 and all(r["on_policy"] for r in rows("given"))
 
 
+@pytest.mark.parametrize("answers", ["given", "regenerate"])
+def test_text_that_stands_ready_is_neither_cut_nor_filled_up_as_the_tokenizers_file_says(
+    line: dict, answers: str
+) -> None:
+    Path("rows.jsonl").write_text("".join(json.dumps(rendered(q, a)) + "\n" for q, a in TALK))
+    files(line, answers=answers)
+    prepare.main()
+    before = [(r["row_id"], r["prompt_id"]) for r in rows("given")]
+    file = Path("target/tokenizer.json")
+    told = json.loads(file.read_text())
+    told["truncation"] = {"direction": "Right", "max_length": 12, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 24}, "direction": "Right", "pad_to_multiple_of": None}
+    told["padding"] = padding | {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    file.write_text(json.dumps(told))
+    prepare.main()
+    assert [(r["row_id"], r["prompt_id"]) for r in rows("given")] == before
+
+
 def test_what_was_read_is_told(line: dict, capsys: pytest.CaptureFixture[str]) -> None:
     prepare.main()
     assert "given: 13 openai in JSON lines" in capsys.readouterr().out
