@@ -345,11 +345,14 @@ def rendered(question: str, answer: str) -> dict:
     return {"text": start + answer + "<|im_end|>", "spans": [[len(start), len(start + answer + "<|im_end|>")]]}
 
 
-def tokens(question: str, answer: str) -> dict:
+def ids_of(text: str) -> list[int]:
     from tokenizers import Tokenizer
 
-    text = rendered(question, answer)["text"]
-    ids = Tokenizer.from_file("target/tokenizer.json").encode(text, add_special_tokens=False).ids
+    return Tokenizer.from_file("target/tokenizer.json").encode(text, add_special_tokens=False).ids
+
+
+def tokens(question: str, answer: str) -> dict:
+    ids = ids_of(rendered(question, answer)["text"])
     answered = len(answer.encode()) + 1
     return {"input_ids": ids, "labels": [-100] * (len(ids) - answered) + ids[-answered:]}
 
@@ -424,10 +427,20 @@ def test_rows_that_stand_ready_without_a_mask_are_not_guessed_at(line: dict) -> 
         "no prompt": 1,
         "no tokens": 1,
     }
+    asked = [HEAD + q + MIDDLE for q, _ in TALK[3:7]]
+    asked = [*asked, asked[0] + "<think>\n\n</think>\n\n", asked[1] + "Half an", asked[2].removesuffix("\n")]
+    ready += [{"text": text} for text in asked] + [{"input_ids": ids_of(HEAD + TALK[7][0] + MIDDLE)}]
+    Path("rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ready))
     files(line, answers="regenerate")
     prepare.main()
     (source,) = manifest().sources
-    assert source.rows == 3 and all(r["on_policy"] for r in rows("given"))
+    assert source.rows == 7 and all(r["on_policy"] for r in rows("given"))
+    assert source.rejects["no answer can begin"] == 4
+    told = [
+        r for r in pq.read_table("data/prepared/rejects.parquet").to_pylist() if r["reason"] == "no answer can begin"
+    ]
+    assert [r["item"] for r in told] == [f"rows.jsonl:{n}" for n in (1, 2, 12, 13)]
+    assert "then some.<|im_end|>', not '<|im_start|>assistant\\n'" in told[0]["detail"]
 
 
 @pytest.mark.parametrize("answers", ["given", "regenerate"])
