@@ -160,8 +160,8 @@ def server_answers(params: Params, folder: Path, renderer: Renderer) -> ServerAn
     assert told.base_url is not None and told.model is not None
     today = p.rendering.model_copy(update={"date": datetime.date.today().isoformat()})  # that is what a server writes
     probes = Renderer(folder, today).probes()
-    how = demand_same_rendering(told.base_url, told.model, p.rendering.template_arguments, probes)
-    print(f"{told.base_url}: {len(probes)} conversations rendered as here, compared {how}", file=sys.stderr)
+    found = demand_same_rendering(told.base_url, told.model, p.rendering.template_arguments, probes)
+    print(f"{told.base_url}: {found}", file=sys.stderr)
     return ServerAnswers(
         base_url=told.base_url,
         model=told.model,

@@ -11,6 +11,7 @@ import asyncio
 import email.utils
 import hashlib
 import json
+import math
 import os
 import random
 import time
@@ -30,6 +31,7 @@ _SYSTEMATIC = {401: "the key in " + KEY_VARIABLE, 403: "the key in " + KEY_VARIA
 _WORDS = {"failed": "The server answers nothing any more", "refused": "The server refuses every prompt"}
 _PATIENCE = {"failed": 0, "refused": 16}  # prompts in a row beyond those under way at once
 _SHOWN = 300  # characters of a server's words
+_NO_ADDRESS = (httpx.InvalidURL, UnicodeError)  # what httpx raises at one; neither is an HTTPError
 
 
 class _Passing(Exception):
@@ -131,7 +133,9 @@ class ServerAnswers:
                 response = await client.post(f"{self.base_url.rstrip('/')}/completions", json=self._body(prompt, ids))
         except TimeoutError:
             raise _Passing(f"no answer within {self.timeout_s:g} s") from None
-        except httpx.TransportError as error:
+        except _NO_ADDRESS as error:
+            raise _unreached(self.base_url, error) from error
+        except httpx.HTTPError as error:
             raise _Passing(_words(f"{type(error).__name__}: {error}")) from error
         if response.status_code in _PASSING:
             raise _Passing(_told(response), _retry_after(response))
@@ -148,7 +152,7 @@ class ServerAnswers:
         try:
             body = response.json()
             return self._read(ids, body, body["choices"][0])
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _Passing(f"no completion: {type(error).__name__}: {_words(response.text)}") from error
 
     def _body(self, prompt: str, ids: tuple[int, ...]) -> dict[str, Any]:
@@ -215,7 +219,7 @@ class ServerAnswers:
                 "The server read another prompt than it was sent",
                 where=self.base_url,
                 expected=f"{len(asked)} tokens, opening with {list(asked[:6])}",
-                got=f"opening with {read[:6]}" if read else f"{tokens} tokens",
+                got=_words(f"opening with {read[:6]}") if read else f"{tokens} tokens",
                 do="serve it without adding or cutting tokens: no second BOS, a context as long as prepare.max_row_tokens",
             )
 
@@ -236,7 +240,7 @@ def demand_same_rendering(
     arguments: dict[str, Any],
     probes: Sequence[tuple[Sequence[dict[str, Any]], tuple[int, ...]]],
 ) -> str:
-    """Have the server render conversations and compare its token ids with those prepared here; says how it was compared.
+    """Have the server render conversations and compare its token ids with those prepared here; tells what came of it.
 
     Args:
         arguments: prepare.rendering.template_arguments.
@@ -245,11 +249,16 @@ def demand_same_rendering(
     Raises:
         EngineError: the server cannot be reached, or builds other tokens: its template or tokenizer is another one.
     """
-    how = ""
+    compared: list[str] = []
+    why = ""
     with httpx.Client(headers=_headers(), timeout=60) as client:
         for messages, ids in probes:
             how, read = _rendered(client, base_url.rstrip("/"), {"model": model, "messages": list(messages)}, arguments)
-            if read is not None and read != (list(ids) if how == "token by token" else len(ids)):
+            if read is None:
+                why = how
+                continue
+            compared.append(how)
+            if read != (list(ids) if how == "token by token" else len(ids)):
                 raise EngineError(
                     "The server renders conversations otherwise than these rows were",
                     where=f"{base_url}, model {model}: {json.dumps(list(messages))[:120]}",
@@ -258,31 +267,51 @@ def demand_same_rendering(
                     do="serve the folder that target.origin names, without --chat-template, and check "
                     "prepare.rendering.template_arguments",
                 )
-    return how
+    rest = len(probes) - len(compared)
+    told = [f"{len(compared)} conversations rendered as here, compared {' and '.join(sorted(set(compared)))}"]
+    untold = f"{rest} conversations not compared with those rendered here, for it tells no tokens: {why}"
+    return "; ".join([*(told if compared else []), *([untold] if rest else [])])
 
 
 def _rendered(
     client: httpx.Client, base_url: str, asked: dict[str, Any], arguments: dict[str, Any]
 ) -> tuple[str, list[int] | int | None]:
-    """What a server makes of messages: token ids where it has /tokenize, else their number, else nothing."""
+    """What a server makes of messages: token ids where it has /tokenize, else their number, and how it told; or nothing,
+    and what it said instead."""
     if arguments:
         asked = {**asked, "chat_template_kwargs": arguments}
     try:
         told = client.post(f"{base_url.removesuffix('/v1')}/tokenize", json=asked)
-        if told.status_code == httpx.codes.OK and isinstance(tokens := told.json().get("tokens"), list):
+        tokens = _said(told, "tokens")
+        if isinstance(tokens, list) and all(type(i) is int for i in tokens):
             return "token by token", tokens
         told = client.post(f"{base_url}/chat/completions", json={**asked, "max_tokens": 1})
-    except httpx.TransportError as error:
-        raise EngineError(
-            "The server cannot be reached",
-            where=base_url,
-            expected="a server that serves the target",
-            got=_words(f"{type(error).__name__}: {error}"),
-            do="start it, or mend prepare.answers.base_url",
-        ) from error
-    usage = (told.json().get("usage") or {}) if told.status_code == httpx.codes.OK else {}
-    tokens = usage.get("prompt_tokens")
-    return ("by number of tokens", tokens) if isinstance(tokens, int) else ("not compared: it offers no way", None)
+    except (httpx.HTTPError, *_NO_ADDRESS) as error:
+        raise _unreached(base_url, error) from error
+    if type(tokens := _said(told, "usage", "prompt_tokens")) is int:
+        return "by number of tokens", tokens
+    return _told(told), None
+
+
+def _said(response: httpx.Response, *path: str) -> Any:
+    """What stands at `path` in the JSON of a reply; None where it is no such reply."""
+    try:
+        said = response.json() if response.status_code == httpx.codes.OK else None
+    except (ValueError, RecursionError):
+        return None
+    for name in path:
+        said = said.get(name) if isinstance(said, dict) else None
+    return said
+
+
+def _unreached(base_url: str, error: Exception) -> EngineError:
+    return EngineError(
+        "The server cannot be reached, or answers what cannot be read",
+        where=base_url,
+        expected="a server that serves the target",
+        got=_words(f"{type(error).__name__}: {error}"),
+        do="start it, or mend prepare.answers.base_url",
+    )
 
 
 def _key() -> str:
@@ -326,6 +355,8 @@ def _retry_after(response: httpx.Response) -> float | None:
     except ValueError:
         try:
             seconds = email.utils.parsedate_to_datetime(told).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
+    if math.isnan(seconds):
+        return None
     return min(max(seconds, 0.0), LONGEST_RETRY_AFTER_S)

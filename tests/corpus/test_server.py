@@ -322,7 +322,8 @@ def test_a_server_with_another_template_is_refused(folder: Path, tmp_path: Path)
     probes = ours.probes()
     assert len(probes) == 3
     with serve(Completions(folder)) as server:
-        assert demand_same_rendering(server.url, "tiny", {}, probes) == "token by token"
+        told = demand_same_rendering(server.url, "tiny", {}, probes)
+        assert told == "3 conversations rendered as here, compared token by token"
     with (
         serve(Completions(folder, renderer=theirs)) as server,
         pytest.raises(EngineError, match=r"renders conversations otherwise[\s\S]*--chat-template"),
@@ -330,6 +331,51 @@ def test_a_server_with_another_template_is_refused(folder: Path, tmp_path: Path)
         demand_same_rendering(server.url, "tiny", {}, probes)
     with pytest.raises(EngineError, match="cannot be reached"):
         demand_same_rendering("http://127.0.0.1:9/v1", "tiny", {}, probes)
+
+
+DEEP = b"[" * 200_000
+NO_JSON: list[Any] = [(200, {}, b"<html>"), (200, {}, [1]), (200, {}, {"tokens": "x", "usage": []}), (200, {}, DEEP)]
+NO_JSON += [(200, {}, {"usage": {"prompt_tokens": True}}), (401, {}, b"no"), (200, {}, {"tokens": ["x"]})]
+
+
+@pytest.mark.parametrize("reply", NO_JSON, ids=lambda reply: str(reply)[:40])
+def test_what_is_no_reply_to_a_comparison_is_told_as_none(folder: Path, reply: Any) -> None:
+    probes = Renderer(folder, policy()).probes()
+    with serve(Completions(folder, tokenized=reply, chatted=reply)) as server:
+        told = demand_same_rendering(server.url, "tiny", {}, probes)
+        assert told.startswith("3 conversations not compared with those rendered here, for it tells no tokens: HTTP ")
+        assert "as here" not in told
+        server.chatted = (200, {}, {"usage": {"prompt_tokens": len(probes[0][1])}})
+        told = demand_same_rendering(server.url, "tiny", {}, probes[:1])
+        assert told == "1 conversations rendered as here, compared by number of tokens"
+
+
+@pytest.mark.parametrize("reply", [(200, {"Content-Encoding": "gzip"}, b"no gzip"), (200, {}, DEEP), (200, {}, [1])])
+def test_replies_that_cannot_be_read_fail_or_stop_in_words(
+    folder: Path, prompts: dict[str, Ids], expected: dict[str, Generated], tmp_path: Path, reply: Any
+) -> None:
+    def fault(number: int, prompt: list[int]) -> Any:
+        return reply if tuple(prompt) == prompts["p04"] else (429, {"Retry-After": "nan"}, {}) if number == 2 else None
+
+    with serve(Completions(folder, fault)) as server:
+        answers = answer_all(prompts, client(server.url, retries=1), SETTINGS, tmp_path, 1, max_failed_share=0.1)
+        assert answers["p04"].finish == "failed" and {p: a for p, a in answers.items() if p != "p04"} == {
+            p: a for p, a in expected.items() if p != "p04"
+        }
+    if reply[1]:
+        with (
+            serve(Completions(folder, tokenized=reply)) as server,
+            pytest.raises(EngineError, match=r"cannot be reached[\s\S]*DecodingError"),
+        ):
+            demand_same_rendering(server.url, "tiny", {}, Renderer(folder, policy()).probes())
+
+
+@pytest.mark.parametrize("url", ["http://host:port/v1", f"http://{'a' * 300}/v1", "localhost:9/v1"])
+def test_an_address_that_is_none_stops_in_words(prompts: dict[str, Ids], tmp_path: Path, url: str) -> None:
+    with pytest.raises(EngineError, match=r"cannot be reached|answers nothing any more"):
+        answer_all(prompts, client(url, retries=0), SETTINGS, tmp_path, 1)
+    with pytest.raises(EngineError, match=r"cannot be reached[\s\S]*mend prepare.answers.base_url"):
+        demand_same_rendering(url, "tiny", {}, [([], ())])
 
 
 CHILD = """
