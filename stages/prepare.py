@@ -18,7 +18,7 @@ from stages.contracts.errors import ParamsError, run
 from stages.contracts.files import whole_folder
 from stages.contracts.manifest import PREPARED, TargetIdentity
 from stages.contracts.params import Params, Target, load_params
-from stages.corpus.answers import Generated, OnAnswer, Prompt, answer_all, outcomes
+from stages.corpus.answers import Bounds, Generated, OnAnswer, Prompt, answer_all, outcomes
 from stages.corpus.asked import Kept, Prompts
 from stages.corpus.gather import Gathered, gather
 from stages.corpus.prepared import table, write_prepared
@@ -43,6 +43,7 @@ class InProcessAnswers:
     temperature: float
     seed: int
     threads: int
+    end_ids: frozenset[int]
 
     def __call__(self, prompts: Sequence[Prompt], on_answer: OnAnswer) -> None:
         import torch
@@ -57,7 +58,10 @@ class InProcessAnswers:
         target = load_target(self.folder, self.device, self.dtype)
         target.pack()
         engine = InProcess(target, draft=None, slots=self.batch_size, positions=self.positions)
-        requests = [Request(p, ids, self.max_new_tokens, self.temperature, self._seed(p)) for p, ids in prompts]
+        ends = tuple(sorted(self.end_ids))
+        requests = [
+            Request(p, ids, self.max_new_tokens, self.temperature, self._seed(p), stop_ids=ends) for p, ids in prompts
+        ]
         engine.generate(requests, concurrency=self.batch_size, draft_steps=0, on_answer=told)
 
     def _seed(self, prompt_id: str) -> int:
@@ -105,9 +109,11 @@ def regenerate(
         "max_new_tokens": p.max_new_tokens,
         "temperature": p.temperature,
         "seed": p.seed if p.temperature else 0,
+        "end_ids": sorted(renderer.end_ids),
     }
+    bounds = Bounds(t.vocab_size, p.max_new_tokens)
     if p.answers.engine == "openai":
-        settings |= {"token_ids": p.answers.token_ids}
+        settings |= {"token_ids": p.answers.token_ids, "end_id": renderer.end_id}
 
         @cache
         def server() -> ServerAnswers:
@@ -116,9 +122,10 @@ def regenerate(
         def ask(prompts: Sequence[Prompt], on_answer: OnAnswer) -> None:
             server()(prompts, on_answer)
 
-        answers = answer_all(prompts, ask, settings, ANSWERS, 1, p.answers.max_failed_share)
+        answers = answer_all(prompts, ask, settings, ANSWERS, 1, p.answers.max_failed_share, bounds)
     else:
-        answers = answer_all(prompts, in_process_answers(params, folder), settings, ANSWERS, p.workers)
+        here = in_process_answers(params, folder, renderer.end_ids)
+        answers = answer_all(prompts, here, settings, ANSWERS, p.workers, bounds=bounds)
     for prompt, answer in answers.items():
         if answer.finish == "stop" and renderer.only_reasons(prompts[prompt], answer.ids):
             answers.give(prompt, Generated((), "empty", "only reasoning"))
@@ -127,7 +134,7 @@ def regenerate(
     return answers
 
 
-def in_process_answers(params: Params, folder: Path) -> InProcessAnswers:
+def in_process_answers(params: Params, folder: Path, end_ids: frozenset[int]) -> InProcessAnswers:
     p, t = params.prepare, params.target
     return InProcessAnswers(
         folder=folder,
@@ -139,6 +146,7 @@ def in_process_answers(params: Params, folder: Path) -> InProcessAnswers:
         temperature=p.temperature,
         seed=p.seed,
         threads=t.threads if p.workers == 1 else 1,
+        end_ids=end_ids,
     )
 
 
@@ -152,8 +160,8 @@ def server_answers(params: Params, folder: Path, renderer: Renderer) -> ServerAn
     assert told.base_url is not None and told.model is not None
     today = p.rendering.model_copy(update={"date": datetime.date.today().isoformat()})  # that is what a server writes
     probes = Renderer(folder, today).probes()
-    how = demand_same_rendering(told.base_url, told.model, p.rendering.template_arguments, probes)
-    print(f"{told.base_url}: {len(probes)} conversations rendered as here, compared {how}", file=sys.stderr)
+    found = demand_same_rendering(told.base_url, told.model, p.rendering.template_arguments, probes)
+    print(f"{told.base_url}: {found}", file=sys.stderr)
     return ServerAnswers(
         base_url=told.base_url,
         model=told.model,
@@ -165,6 +173,7 @@ def server_answers(params: Params, folder: Path, renderer: Renderer) -> ServerAn
         seed=p.seed,
         end_ids=renderer.end_ids,
         end_id=renderer.end_id,
+        vocab_size=params.target.vocab_size,
         may_retokenise=told.token_ids == "retokenise",
         encode=renderer.encode,
     )

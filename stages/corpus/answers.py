@@ -1,8 +1,8 @@
 """On-policy answers: the target's own continuation of every prompt, kept as it comes so that a killed run resumes.
 
 Answers are kept by content: a folder a generation setting, in it one append-only file a worker, a line an answer:
-[prompt id, finish, ids, digest of the three]. What a crash cut off, or what changed since it was written, is generated
-again, and so is what was refused or failed: the engine may have been mended. How tokens are made is handed in as an
+[prompt id, finish, ids, digest of the three]. What a crash cut off, what changed since it was written, or what no answer
+may be (`Bounds`) is generated again, and so is what was refused or failed: the engine may have been mended. How tokens are made is handed in as an
 `Answerer`; this file knows no engine.
 """
 
@@ -48,6 +48,23 @@ class Generated:
     detail: str = ""
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What the ids of an answer may be: numbers of a vocabulary, and at most so many of them."""
+
+    vocab_size: int
+    max_tokens: int
+
+    def fault(self, ids: object) -> str:
+        """What is wrong with ids that an engine told, in words; empty when nothing is."""
+        if not isinstance(ids, list | tuple):
+            return f"token ids told as {type(ids).__name__}"
+        strange = next((i for i in ids if type(i) is not int or not 0 <= i < self.vocab_size), None)
+        if strange is not None:
+            return f"token id {strange!r:.40}; the target's vocabulary has {self.vocab_size}"
+        return f"{len(ids)} tokens; {self.max_tokens} may be" if len(ids) > self.max_tokens else ""
+
+
 class OnAnswer(Protocol):
     def __call__(self, prompt: str, ids: tuple[int, ...], finish: Finish, detail: str = "") -> None: ...
 
@@ -65,6 +82,7 @@ def answer_all(
     cache: Path,
     workers: int,
     max_failed_share: float = 0.0,
+    bounds: Bounds | None = None,
 ) -> Kept[Generated]:
     """An answer for every prompt, from the cache where it is there; read from it as it is asked for.
 
@@ -73,17 +91,18 @@ def answer_all(
         settings: all that decides an answer beside its prompt: weights, cap, temperature, seed.
         workers: processes; with 1 the answerer runs in this one.
         max_failed_share: of the prompts, those that may stay "failed". They are asked again by the next run.
+        bounds: what answers may be; those kept that are not so are asked again.
 
     Raises:
         EngineError: a worker ended early, an answer is missing, or more failed than may.
     """
     folder = cache / digest(canonical(dict(settings)))[7:23]
     write_whole(folder / "settings.json", canonical(dict(settings)))
-    known, unfit = _read(folder)
+    known, unfit = _read(folder, bounds)
     unanswered: dict[str, Generated] = {}
     missing = [p for _, p in sorted((-len(ids), p) for p, ids in prompts.items() if p not in known)]
     if unfit:
-        told = f"lines cut off or changed: {unfit} passed over; answers to generate: {len(missing)}"
+        told = f"lines cut off, changed or out of bounds: {unfit} passed over; answers to generate: {len(missing)}"
         print(f"{folder}: {told}", file=sys.stderr)
     if missing:
         with progress(len(missing), "answers", "prompts") as advance:
@@ -92,7 +111,7 @@ def answer_all(
             else:
                 _share(answerer, prompts, missing, folder, min(workers, len(missing)), advance)
         known.close()
-        known, _ = _read(folder)
+        known, _ = _read(folder, bounds)
     absent = [p for p in prompts if p not in known and p not in unanswered]
     _demand_few(unanswered, len(prompts), max_failed_share, folder)
     if absent:
@@ -137,13 +156,15 @@ def _demand_few(unanswered: Mapping[str, Generated], asked: int, max_share: floa
         )
 
 
-def _read(folder: Path) -> tuple[Kept[Generated], int]:
-    """Answers of all workers' files, and the number of lines passed over because they are not as they were written."""
+def _read(folder: Path, bounds: Bounds | None) -> tuple[Kept[Generated], int]:
+    """Answers of all workers' files, and the number of lines passed over because they are not as they were written, or
+    out of bounds."""
     known: Kept[Generated] = Kept(_answer_of)
     unfit = 0
     for path in sorted(folder.glob("worker-*.jsonl")):
         for line, note in known.lines(path):
-            if (answer := _parse(line)) is not None:
+            answer = _parse(line)
+            if answer is not None and not (bounds and bounds.fault(answer[1].ids)):
                 note(answer[0])
             elif line.strip():
                 unfit += 1

@@ -52,15 +52,15 @@ def given_rows(
 
 
 def ready_row(
-    item: Ready, source: Source, prepare: Prepare, ready: ReadyRows, end_ids: frozenset[int]
+    item: Ready, source: Source, prepare: Prepare, ready: ReadyRows, end_ids: frozenset[int], header: str
 ) -> Candidate | Reject:
     """The row of an item that is past its rendering; its messages are what its tokens say.
 
     Raises:
-        RowFault: its ids are not the target's, or nothing tells its answers from its prompt.
+        RowFault: its ids are not the target's, or nothing tells its answers from its prompt, or where one begins.
     """
     if source.answers == "regenerate":
-        ids = ready.prompt(item)
+        ids = ready.prompt(item, header)
         if not ids:
             return Reject(item.item, "no prompt", "its first token is supervised")
         return _make(

@@ -18,9 +18,10 @@ class Item:
     tools: tuple[dict[str, Any], ...] = ()
 
     def asked(self) -> Item:
-        """The conversation up to its last assistant turn, whose place a regenerated answer takes; all of it without one."""
-        last = max((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), default=len(self.messages))
-        return replace(self, messages=self.messages[:last])
+        """The conversation without the answer that ends it, whose place a regenerated one takes; all of it where a question
+        or a tool's result waits for an answer."""
+        ends = bool(self.messages) and self.messages[-1]["role"] == "assistant"
+        return replace(self, messages=self.messages[:-1]) if ends else self
 
 
 @dataclass(frozen=True)

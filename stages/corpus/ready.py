@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from stages.corpus.items import RowFault
 from stages.corpus.shapes import Ready
+
+_OPENED = re.compile(r"(?:<think>\s*(?:</think>\s*)?)?")  # what may stand between an answer's header and the answer
 
 
 class ReadyRows:
@@ -22,7 +25,10 @@ class ReadyRows:
     def _tokenizer(self) -> Any:
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(str(self.target / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(self.target / "tokenizer.json"))
+        tokenizer.no_truncation()  # a server asks for neither
+        tokenizer.no_padding()
+        return tokenizer
 
     @cached_property
     def _vocab_size(self) -> int:
@@ -41,14 +47,25 @@ class ReadyRows:
             raise RowFault("no loss mask", f"the row has no {kind}; what is an answer is not guessed")
         return ids, mask
 
-    def prompt(self, row: Ready) -> tuple[int, ...]:
+    def prompt(self, row: Ready, header: str = "") -> tuple[int, ...]:
         """Ids up to the first answer, all of them where the row marks none.
 
+        Args:
+            header: what the template writes in front of an answer, for a prompt that is to be answered: a row that marks no
+                answer has to end with it. Behind a finished turn a target says what it never says when it serves.
+
         Raises:
-            RowFault: its ids are not the target's.
+            RowFault: its ids are not the target's, or no answer can begin where it ends.
         """
         ids, mask = self._read(row)
-        return ids[: mask.index(1)] if mask and 1 in mask else ids
+        if mask and 1 in mask:
+            return ids[: mask.index(1)]
+        if header:
+            text = self._tokenizer.decode(list(ids), skip_special_tokens=False) if row.text is None else row.text
+            at = text.rfind(header)
+            if at < 0 or not _OPENED.fullmatch(text, at + len(header)):
+                raise RowFault("no answer can begin", f"it marks none and ends {text[-40:]!r}, not {header!r}")
+        return ids
 
     def said(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens: these rows bring no messages that could be shown."""

@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,15 @@ class Renderer:
         while all(len(o) > common for o in openings) and len({o[common] for o in openings}) == 1:
             common += 1
         return tuple(openings[0][:common])
+
+    @cached_property
+    def header(self) -> str:
+        """What the template writes in front of an answer; empty where it writes nothing that would be known for it."""
+        user = [{"role": "user", "content": "hi"}]
+        with contextlib.suppress(RowFault):
+            asked, said = (self._template.text(user, (), generation=g) for g in (True, False))
+            return asked.removeprefix(said) if asked.startswith(said) else ""
+        return ""
 
     @property
     def end_id(self) -> int:

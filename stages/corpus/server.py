@@ -11,6 +11,7 @@ import asyncio
 import email.utils
 import hashlib
 import json
+import math
 import os
 import random
 import time
@@ -21,7 +22,7 @@ from typing import Any
 import httpx
 
 from stages.contracts.errors import EngineError
-from stages.corpus.answers import Generated, OnAnswer, Prompt
+from stages.corpus.answers import Bounds, Generated, OnAnswer, Prompt
 
 KEY_VARIABLE = "DRAFTLINE_API_KEY"
 FIRST_WAIT_S, LONGEST_WAIT_S, LONGEST_RETRY_AFTER_S = 0.5, 30.0, 300.0
@@ -30,6 +31,7 @@ _SYSTEMATIC = {401: "the key in " + KEY_VARIABLE, 403: "the key in " + KEY_VARIA
 _WORDS = {"failed": "The server answers nothing any more", "refused": "The server refuses every prompt"}
 _PATIENCE = {"failed": 0, "refused": 16}  # prompts in a row beyond those under way at once
 _SHOWN = 300  # characters of a server's words
+_NO_ADDRESS = (httpx.InvalidURL, UnicodeError)  # what httpx raises at one; neither is an HTTPError
 
 
 class _Passing(Exception):
@@ -46,6 +48,7 @@ class ServerAnswers:
 
     Attributes:
         end_ids: ids that end a turn.
+        vocab_size: of the target; ids beyond it are no answer.
         may_retokenise: prepare.answers.token_ids is `retokenise`.
     """
 
@@ -59,6 +62,7 @@ class ServerAnswers:
     seed: int
     end_ids: frozenset[int]
     end_id: int
+    vocab_size: int
     may_retokenise: bool
     encode: Callable[[str], Sequence[int]]
     _not_before: float = field(default=0.0, init=False)
@@ -129,8 +133,10 @@ class ServerAnswers:
                 response = await client.post(f"{self.base_url.rstrip('/')}/completions", json=self._body(prompt, ids))
         except TimeoutError:
             raise _Passing(f"no answer within {self.timeout_s:g} s") from None
-        except httpx.TransportError as error:
-            raise _Passing(f"{type(error).__name__}: {error}") from error
+        except _NO_ADDRESS as error:
+            raise _unreached(self.base_url, error) from error
+        except httpx.HTTPError as error:
+            raise _Passing(_words(f"{type(error).__name__}: {error}")) from error
         if response.status_code in _PASSING:
             raise _Passing(_told(response), _retry_after(response))
         if response.status_code in _SYSTEMATIC:
@@ -146,8 +152,8 @@ class ServerAnswers:
         try:
             body = response.json()
             return self._read(ids, body, body["choices"][0])
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _Passing(f"no completion: {type(error).__name__}: {response.text[:_SHOWN]}") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise _Passing(f"no completion: {type(error).__name__}: {_words(response.text)}") from error
 
     def _body(self, prompt: str, ids: tuple[int, ...]) -> dict[str, Any]:
         """All that decides the sampling is sent: servers take what is left out from the model's generation config."""
@@ -172,13 +178,24 @@ class ServerAnswers:
         if finish == "content_filter":
             return Generated((), "refused", "content_filter")
         if finish not in ("stop", "length"):
-            raise _Passing(f"finish_reason {finish}")
+            raise _Passing(_words(f"finish_reason {finish}"))
         self._demand_prompt(asked, choice.get("prompt_token_ids") or body.get("prompt_token_ids"), usage)
         ids = choice.get("token_ids")
         if ids is None:
             self._demand_permission()
-            return self._retokenised(choice, finish, usage.get("completion_tokens"))
-        return Generated(self._closed(tuple(map(int, ids)), finish, choice), finish)
+            return self._within(self._retokenised(choice, finish, usage.get("completion_tokens")))
+        self._demand_ids(ids)
+        return self._within(Generated(self._closed(tuple(ids), finish, choice), finish))
+
+    def _within(self, answer: Generated) -> Generated:
+        """The answer, once its ids, with the end of turn that was put back, are what they may be."""
+        self._demand_ids(answer.ids)
+        return answer
+
+    def _demand_ids(self, ids: object) -> None:
+        """Raises _Passing when no answer of the target to this request can have these ids."""
+        if fault := Bounds(self.vocab_size, self.max_new_tokens).fault(ids):
+            raise _Passing(fault)
 
     def _retokenised(self, choice: dict[str, Any], finish: Any, sampled: int | None) -> Generated:
         """The text's ids, when there are as many as were sampled: a text has several tokenisations."""
@@ -192,7 +209,7 @@ class ServerAnswers:
         if finish == "length" or (ids and ids[-1] in self.end_ids):
             return ids
         told = choice.get("matched_stop", choice.get("stop_reason"))
-        return (*ids, told if isinstance(told, int) and told in self.end_ids else self.end_id)
+        return (*ids, told if type(told) is int and told in self.end_ids else self.end_id)
 
     def _demand_prompt(self, asked: tuple[int, ...], read: list[int] | None, usage: dict[str, Any]) -> None:
         tokens = usage.get("prompt_tokens")
@@ -202,7 +219,7 @@ class ServerAnswers:
                 "The server read another prompt than it was sent",
                 where=self.base_url,
                 expected=f"{len(asked)} tokens, opening with {list(asked[:6])}",
-                got=f"opening with {read[:6]}" if read else f"{tokens} tokens",
+                got=_words(f"opening with {read[:6]}") if read else f"{tokens} tokens",
                 do="serve it without adding or cutting tokens: no second BOS, a context as long as prepare.max_row_tokens",
             )
 
@@ -223,7 +240,7 @@ def demand_same_rendering(
     arguments: dict[str, Any],
     probes: Sequence[tuple[Sequence[dict[str, Any]], tuple[int, ...]]],
 ) -> str:
-    """Have the server render conversations and compare its token ids with those prepared here; says how it was compared.
+    """Have the server render conversations and compare its token ids with those prepared here; tells what came of it.
 
     Args:
         arguments: prepare.rendering.template_arguments.
@@ -232,11 +249,16 @@ def demand_same_rendering(
     Raises:
         EngineError: the server cannot be reached, or builds other tokens: its template or tokenizer is another one.
     """
-    how = ""
+    compared: list[str] = []
+    why = ""
     with httpx.Client(headers=_headers(), timeout=60) as client:
         for messages, ids in probes:
             how, read = _rendered(client, base_url.rstrip("/"), {"model": model, "messages": list(messages)}, arguments)
-            if read is not None and read != (list(ids) if how == "token by token" else len(ids)):
+            if read is None:
+                why = how
+                continue
+            compared.append(how)
+            if read != (list(ids) if how == "token by token" else len(ids)):
                 raise EngineError(
                     "The server renders conversations otherwise than these rows were",
                     where=f"{base_url}, model {model}: {json.dumps(list(messages))[:120]}",
@@ -245,43 +267,84 @@ def demand_same_rendering(
                     do="serve the folder that target.origin names, without --chat-template, and check "
                     "prepare.rendering.template_arguments",
                 )
-    return how
+    rest = len(probes) - len(compared)
+    told = [f"{len(compared)} conversations rendered as here, compared {' and '.join(sorted(set(compared)))}"]
+    untold = f"{rest} conversations not compared with those rendered here, for it tells no tokens: {why}"
+    return "; ".join([*(told if compared else []), *([untold] if rest else [])])
 
 
 def _rendered(
     client: httpx.Client, base_url: str, asked: dict[str, Any], arguments: dict[str, Any]
 ) -> tuple[str, list[int] | int | None]:
-    """What a server makes of messages: token ids where it has /tokenize, else their number, else nothing."""
+    """What a server makes of messages: token ids where it has /tokenize, else their number, and how it told; or nothing,
+    and what it said instead."""
     if arguments:
         asked = {**asked, "chat_template_kwargs": arguments}
     try:
         told = client.post(f"{base_url.removesuffix('/v1')}/tokenize", json=asked)
-        if told.status_code == httpx.codes.OK and isinstance(tokens := told.json().get("tokens"), list):
+        tokens = _said(told, "tokens")
+        if isinstance(tokens, list) and all(type(i) is int for i in tokens):
             return "token by token", tokens
         told = client.post(f"{base_url}/chat/completions", json={**asked, "max_tokens": 1})
-    except httpx.TransportError as error:
+    except (httpx.HTTPError, *_NO_ADDRESS) as error:
+        raise _unreached(base_url, error) from error
+    if type(tokens := _said(told, "usage", "prompt_tokens")) is int:
+        return "by number of tokens", tokens
+    return _told(told), None
+
+
+def _said(response: httpx.Response, *path: str) -> Any:
+    """What stands at `path` in the JSON of a reply; None where it is no such reply."""
+    try:
+        said = response.json() if response.status_code == httpx.codes.OK else None
+    except (ValueError, RecursionError):
+        return None
+    for name in path:
+        said = said.get(name) if isinstance(said, dict) else None
+    return said
+
+
+def _unreached(base_url: str, error: Exception) -> EngineError:
+    return EngineError(
+        "The server cannot be reached, or answers what cannot be read",
+        where=base_url,
+        expected="a server that serves the target",
+        got=_words(f"{type(error).__name__}: {error}"),
+        do="start it, or mend prepare.answers.base_url",
+    )
+
+
+def _key() -> str:
+    """The server's key without what white space stands around it; empty when there is none.
+
+    Raises:
+        EngineError: no header can hold it. The error does not say it.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()) or " " in key:
         raise EngineError(
-            "The server cannot be reached",
-            where=base_url,
-            expected="a server that serves the target",
-            got=f"{type(error).__name__}: {error}",
-            do="start it, or mend prepare.answers.base_url",
-        ) from error
-    usage = (told.json().get("usage") or {}) if told.status_code == httpx.codes.OK else {}
-    tokens = usage.get("prompt_tokens")
-    return ("by number of tokens", tokens) if isinstance(tokens, int) else ("not compared: it offers no way", None)
+            "The server's key cannot be sent",
+            where=f"environment variable {KEY_VARIABLE}",
+            expected="visible ASCII characters alone, as a header takes them",
+            got="others among them; the key is not shown",
+            do="set it to the key and nothing else",
+        )
+    return key
 
 
 def _headers() -> dict[str, str]:
-    key = os.environ.get(KEY_VARIABLE)
+    key = _key()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+def _words(text: str) -> str:
+    """What a server or its client said, on one line and cut short, without the key, should it be in there."""
+    said, key = " ".join(text.split()), _key()
+    return (said.replace(key, "…") if key else said)[:_SHOWN]
+
+
 def _told(response: httpx.Response) -> str:
-    """A server's words on one line, without the key, should it repeat it."""
-    said = " ".join(response.text.split())[:_SHOWN]
-    key = os.environ.get(KEY_VARIABLE)
-    return f"HTTP {response.status_code}: {said.replace(key, '…') if key else said}"
+    return f"HTTP {response.status_code}: {_words(response.text)}"
 
 
 def _retry_after(response: httpx.Response) -> float | None:
@@ -292,6 +355,8 @@ def _retry_after(response: httpx.Response) -> float | None:
     except ValueError:
         try:
             seconds = email.utils.parsedate_to_datetime(told).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
+    if math.isnan(seconds):
+        return None
     return min(max(seconds, 0.0), LONGEST_RETRY_AFTER_S)

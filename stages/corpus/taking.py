@@ -110,7 +110,8 @@ class Taker:
         return outcomes
 
     def _ready_row(self, item: Ready, source: Source) -> Candidate | Reject:
-        return ready_row(item, source, self._prepare, self._ready, self._renderer.end_ids)
+        renderer = self._renderer
+        return ready_row(item, source, self._prepare, self._ready, renderer.end_ids, renderer.header)
 
     def _rendered(self, items: Sequence[Item], source: Source) -> list[_Outcome | RowFault]:
         prepare = self._prepare

@@ -155,12 +155,16 @@ def demand_plain(config: Mapping[str, Any]) -> None:
             )
 
 
-def eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:
-    eos = config.get("eos_token_id")
-    return tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),))
+def eos_of(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that end a turn: those of config.json, then what generation_config.json names beyond them; servers take both."""
+    generation = folder / "generation_config.json"
+    told = [config, json.loads(generation.read_text())] if generation.exists() else [config]
+    named = [t.get("eos_token_id") for t in told]
+    ids = [i for eos in named for i in (eos if isinstance(eos, list) else [eos]) if i is not None]
+    return tuple(dict.fromkeys(map(int, ids)))
 
 
-def read_config(config: Mapping[str, Any]) -> DecoderConfig:
+def read_config(folder: Path, config: Mapping[str, Any]) -> DecoderConfig:
     """config.json of a Llama-shaped model.
 
     Raises:
@@ -179,7 +183,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         max_positions=config.get("max_position_embeddings", 2048),
-        eos_ids=eos_of(config),
+        eos_ids=eos_of(folder, config),
         bos_id=config.get("bos_token_id"),
         rope_scaling=figures,
         rope_kind=kind,
@@ -206,7 +210,7 @@ def read_decoder(
     folder: Path, config: dict[str, Any], device: str, dtype: str, *, qk_norm: bool, stored: bool = False
 ) -> Decoder:
     """A Decoder from the tensor names that Llama and its descendants share."""
-    c = read_config(config)
+    c = read_config(folder, config)
     tensor = Checkpoint(folder, device, getattr(torch, dtype), stored=stored, config=config)
     inter, H = config["intermediate_size"], c.hidden_size
 

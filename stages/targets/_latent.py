@@ -77,7 +77,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, _LATENT_EPS)
 
 
-def read_latent_config(config: Mapping[str, Any]) -> DecoderConfig:
+def read_latent_config(folder: Path, config: Mapping[str, Any]) -> DecoderConfig:
     """config.json of a DeepSeek-V3-like model, or the text_config in it.
 
     Raises:
@@ -117,7 +117,7 @@ def read_latent_config(config: Mapping[str, Any]) -> DecoderConfig:
         eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         max_positions=config.get("max_position_embeddings", 4096),
-        eos_ids=eos_of(config),
+        eos_ids=eos_of(folder, config),
         bos_id=config.get("bos_token_id"),
         rope_scaling=figures,
         rope_kind=kind,
@@ -171,7 +171,7 @@ def read_latent_decoder(
     folder: Path, config: Mapping[str, Any], device: str, dtype: str, *, stored: bool = False
 ) -> Decoder:
     """A Decoder from DeepSeek-V3's tensor names."""
-    c = read_latent_config(config)
+    c = read_latent_config(folder, config)
     tensor = Checkpoint(folder, device, getattr(torch, dtype), stored=stored, config=config)
     tied = bool(config.get("tie_word_embeddings"))
     return assemble(tensor, c, lambda i: read_latent_layer(tensor, config, c, i), tied=tied)

@@ -29,6 +29,7 @@ class Completions:
         fault: by a request's number and prompt: a reply in its place, "cut" (half an answer, then nothing) or seconds to
             wait first, as text; None for none.
         change: what becomes of a completion before it is sent.
+        tokenized, chatted: replies to /tokenize (None: the renderer's own) and to chat completions.
     """
 
     folder: Path
@@ -36,6 +37,8 @@ class Completions:
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body
     asked: list[tuple[int, ...]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
+    tokenized: Reply | None = None
+    chatted: Reply = (404, {}, {})
     most: int = 0
     url: str = ""
     renderer: Any = None
@@ -82,7 +85,7 @@ class Completions:
         return {"choices": [choice], "usage": {"prompt_tokens": len(ids), "completion_tokens": len(answer.ids)}}
 
     def tokenize(self, told: dict[str, Any]) -> Reply:
-        return 200, {}, {"tokens": list(self.renderer.prompt(told["messages"]))}
+        return self.tokenized or (200, {}, {"tokens": list(self.renderer.prompt(told["messages"]))})
 
 
 @contextmanager
@@ -96,7 +99,7 @@ def serve(server: Completions) -> Iterator[Completions]:
             if self.path == "/v1/completions":
                 reply = server.answer(told)
             else:
-                reply = server.tokenize(told) if self.path == "/tokenize" else (404, {}, {})
+                reply = server.tokenize(told) if self.path == "/tokenize" else server.chatted
             if isinstance(reply, str):
                 self.send_response(200)
                 self.send_header("Content-Length", "1000")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stages.contracts.errors import EngineError
-from stages.corpus.answers import Generated, OnAnswer, Prompt, answer_all
+from stages.corpus.answers import Bounds, Generated, OnAnswer, Prompt, answer_all
 
 SETTINGS = {"weights_digest": "sha256:0", "max_new_tokens": 4}
 PROMPTS = {f"p{i}": tuple(range(i + 1)) for i in range(6)}
@@ -71,7 +71,7 @@ def test_a_changed_token_is_generated_again_and_told(tmp_path: Path, capsys: pyt
     again = Echo()
     assert answer_all(PROMPTS, again, SETTINGS, tmp_path, 1) == expected()
     assert again.asked == ["p5"]
-    assert "lines cut off or changed: 1 passed over; answers to generate: 1" in capsys.readouterr().err
+    assert "lines cut off, changed or out of bounds: 1 passed over; answers to generate: 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,16 @@ def test_a_line_of_another_shape_is_passed_over(tmp_path: Path, line: bytes) -> 
     again = Echo()
     assert answer_all(PROMPTS, again, SETTINGS, tmp_path, 1) == expected()
     assert again.asked == []
+
+
+def test_a_kept_answer_with_ids_that_the_target_has_not_or_too_many_is_generated_again(tmp_path: Path) -> None:
+    answer_all(PROMPTS, Echo(), SETTINGS, tmp_path, 1)
+    for bounds, missing in ((Bounds(5, 9), ["p5"]), (Bounds(9, 4), ["p5", "p4"])):
+        again = Echo()
+        with pytest.raises(EngineError, match="without an answer"):  # for it says the same again
+            answer_all(PROMPTS, again, SETTINGS, tmp_path, 1, bounds=bounds)
+        assert again.asked == missing
+    assert answer_all(PROMPTS, Echo(skips="p0"), SETTINGS, tmp_path, 1, bounds=Bounds(6, 6)) == expected()
 
 
 def test_other_settings_are_other_answers(tmp_path: Path) -> None:

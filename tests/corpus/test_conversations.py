@@ -129,7 +129,9 @@ def test_keys_that_a_row_lacks_stay_absent(tmp_path: Path) -> None:
 
 def test_the_prompt_to_regenerate_ends_before_the_last_answer() -> None:
     assert Item("i", (U, A, U, A)).asked().messages == (U, A, U)
-    assert Item("i", (U,)).asked().messages == (U,)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    for waiting in ((U,), (U, A, U), (U, call, {"role": "tool", "content": "4"})):
+        assert Item("i", waiting).asked().messages == waiting
 
 
 def test_a_source_without_a_file_stops(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from stages.contracts.manifest import PREPARED_MANIFEST, PreparedManifest
 from stages.contracts.params import load_params
 from stages.contracts.quality import PREPARED_QUALITY, PreparedQuality, digest_of_rows, token_bin
 from stages.corpus import gather
-from stages.corpus.answers import Generated
+from stages.corpus.answers import Generated, _line_digest
 from stages.corpus.parallel import Processes
 from stages.corpus.rows import answered_rows
 from stages.corpus.spool import Candidate
@@ -126,6 +126,49 @@ def test_the_same_inputs_give_the_same_bytes_with_or_without_kept_answers(line: 
     Path(".cache").rename("cache-aside")
     prepare.main()
     assert digests() == first
+
+
+@pytest.mark.parametrize("ids", [[10**12, EOS], [-5, EOS], [259, EOS], [70] * 13])
+def test_a_kept_answer_that_the_target_cannot_give_is_asked_again(line: dict, ids: list[int]) -> None:
+    prepare.main()
+    before = rows("asked")
+    (kept,) = Path(".cache/answers").glob("*/worker-0.jsonl")
+    first, *others = kept.read_text().splitlines()
+    prompt = json.loads(first)[0]
+    kept.write_text("\n".join([json.dumps([prompt, "stop", ids, _line_digest(prompt, "stop", ids)]), *others, ""]))
+    prepare.main()
+    assert rows("asked") == before
+
+
+def said() -> dict[str, list[int]]:
+    return {r["prompt_id"]: r["input_ids"][r["prompt_tokens"] :] for r in rows("asked")}
+
+
+@pytest.mark.parametrize("by", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_answers_end_at_every_end_of_turn_that_the_target_names_and_are_asked_again_when_that_changes(
+    line: dict, by: str
+) -> None:
+    prepare.main()
+    before = said()
+    end = Counter(i for ids in before.values() for i in ids[1:-1] if i > EOS).most_common(1)[0][0]
+    file = Path("target", by)
+    told = json.loads(file.read_text()) if file.exists() else {}
+    name = PreTrainedTokenizerFast.from_pretrained("target").convert_ids_to_tokens(end)
+    file.write_text(json.dumps(told | ({"eos_token": name} if by[0] == "t" else {"eos_token_id": [EOS, end]})))
+    prepare.main()
+    after = said()
+    assert any(ids[-1] == end for ids in after.values()) and not any(end in ids[:-1] for ids in after.values())
+    cut = {p: ids[: ids.index(end) + 1] if end in ids else ids for p, ids in before.items()}
+    assert {p: cut[p] for p in after} == after
+
+
+def test_a_question_that_waits_for_its_answer_is_asked_with_all_that_came_before(line: dict) -> None:
+    talks = [chat("Hello there", "Hi.", f"And what of the number {i}?") for i in range(8)]
+    Path("asked.jsonl").write_text("".join(json.dumps(t) + "\n" for t in talks))
+    prepare.main()
+    asked = [json.loads(r["messages"])[:-1] for r in rows("asked")]
+    assert len(asked) > 1 and all(messages in [t["messages"] for t in talks] for messages in asked)
+    assert "duplicate prompt" not in manifest().sources[0].rejects
 
 
 def test_processes_of_their_own_give_the_same_bytes(line: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,11 +345,14 @@ def rendered(question: str, answer: str) -> dict:
     return {"text": start + answer + "<|im_end|>", "spans": [[len(start), len(start + answer + "<|im_end|>")]]}
 
 
-def tokens(question: str, answer: str) -> dict:
+def ids_of(text: str) -> list[int]:
     from tokenizers import Tokenizer
 
-    text = rendered(question, answer)["text"]
-    ids = Tokenizer.from_file("target/tokenizer.json").encode(text, add_special_tokens=False).ids
+    return Tokenizer.from_file("target/tokenizer.json").encode(text, add_special_tokens=False).ids
+
+
+def tokens(question: str, answer: str) -> dict:
+    ids = ids_of(rendered(question, answer)["text"])
     answered = len(answer.encode()) + 1
     return {"input_ids": ids, "labels": [-100] * (len(ids) - answered) + ids[-answered:]}
 
@@ -381,10 +427,38 @@ def test_rows_that_stand_ready_without_a_mask_are_not_guessed_at(line: dict) -> 
         "no prompt": 1,
         "no tokens": 1,
     }
+    asked = [HEAD + q + MIDDLE for q, _ in TALK[3:7]]
+    asked = [*asked, asked[0] + "<think>\n\n</think>\n\n", asked[1] + "Half an", asked[2].removesuffix("\n")]
+    ready += [{"text": text} for text in asked] + [{"input_ids": ids_of(HEAD + TALK[7][0] + MIDDLE)}]
+    Path("rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ready))
     files(line, answers="regenerate")
     prepare.main()
     (source,) = manifest().sources
-    assert source.rows == 3 and all(r["on_policy"] for r in rows("given"))
+    assert source.rows == 7 and all(r["on_policy"] for r in rows("given"))
+    assert source.rejects["no answer can begin"] == 4
+    told = [
+        r for r in pq.read_table("data/prepared/rejects.parquet").to_pylist() if r["reason"] == "no answer can begin"
+    ]
+    assert [r["item"] for r in told] == [f"rows.jsonl:{n}" for n in (1, 2, 12, 13)]
+    assert "then some.<|im_end|>', not '<|im_start|>assistant\\n'" in told[0]["detail"]
+
+
+@pytest.mark.parametrize("answers", ["given", "regenerate"])
+def test_text_that_stands_ready_is_neither_cut_nor_filled_up_as_the_tokenizers_file_says(
+    line: dict, answers: str
+) -> None:
+    Path("rows.jsonl").write_text("".join(json.dumps(rendered(q, a)) + "\n" for q, a in TALK))
+    files(line, answers=answers)
+    prepare.main()
+    before = [(r["row_id"], r["prompt_id"]) for r in rows("given")]
+    file = Path("target/tokenizer.json")
+    told = json.loads(file.read_text())
+    told["truncation"] = {"direction": "Right", "max_length": 12, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 24}, "direction": "Right", "pad_to_multiple_of": None}
+    told["padding"] = padding | {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    file.write_text(json.dumps(told))
+    prepare.main()
+    assert [(r["row_id"], r["prompt_id"]) for r in rows("given")] == before
 
 
 def test_what_was_read_is_told(line: dict, capsys: pytest.CaptureFixture[str]) -> None:

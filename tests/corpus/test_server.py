@@ -57,7 +57,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def client(url: str, **changes: Any) -> ServerAnswers:
     shipped: dict[str, Any] = {
         "base_url": url, "model": "tiny", "concurrency": 6, "timeout_s": 60.0, "retries": 4, "max_new_tokens": 10,
-        "temperature": 0.0, "seed": 7, "end_ids": frozenset({2}), "end_id": 2, "may_retokenise": False,
+        "temperature": 0.0, "seed": 7, "end_ids": frozenset({2}), "end_id": 2, "vocab_size": 259, "may_retokenise": False,
         "encode": lambda text: (),
     }  # fmt: skip
     return ServerAnswers(**{**shipped, **changes})
@@ -157,6 +157,38 @@ def test_what_failed_stops_the_run_or_is_counted_and_only_that_is_asked_again(
         assert answer_all(prompts, client(server.url), SETTINGS, tmp_path, 1) == expected
 
 
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        ([10**12, 2], "token id 1000000000000; the target's vocabulary has 259"),
+        ([-5, 2], "token id -5;"),
+        ([259, 2], "token id 259;"),
+        ([5.0, 2], "token id 5.0;"),
+        ([True, 2], "token id True;"),
+        (["5", 2], "token id '5';"),
+        ("52", "token ids told as str"),
+        ([7] * 11, "11 tokens; 10 may be"),
+        ([7] * 10, "11 tokens; 10 may be"),  # with the end of turn that was left out
+    ],
+    ids=str,
+)
+def test_ids_that_are_no_answer_of_the_target_fail_and_are_asked_again(
+    folder: Path, prompts: dict[str, Ids], expected: dict[str, Generated], tmp_path: Path, ids: Any, why: str
+) -> None:
+    def change(body: dict[str, Any]) -> dict[str, Any]:
+        if tuple(body["choices"][0]["prompt_token_ids"]) == prompts["p04"]:
+            body["choices"][0] |= {"token_ids": ids, "finish_reason": "stop", "matched_stop": None}
+        return body
+
+    with serve(Completions(folder, change=change)) as server:
+        answers = answer_all(prompts, client(server.url, retries=0), SETTINGS, tmp_path, 1, max_failed_share=0.1)
+        assert answers["p04"].finish == "failed" and why in answers["p04"].detail
+        server.change = lambda body: body
+        server.asked.clear()
+        assert answer_all(prompts, client(server.url), SETTINGS, tmp_path, 1) == expected
+        assert server.asked == [prompts["p04"]]
+
+
 def test_a_server_that_is_gone_stops_the_run_before_every_prompt_has_failed(
     folder: Path, prompts: dict[str, Ids], tmp_path: Path
 ) -> None:
@@ -195,6 +227,40 @@ def test_a_wrong_key_stops_at_once_and_the_key_is_told_nowhere(
     said = error.value.text() + "".join(capfd.readouterr()) + caplog.text
     assert "s3cret" not in said and KEY_VARIABLE in said
     assert not any(b"s3cret" in f.read_bytes() for f in tmp_path.rglob("*") if f.is_file())
+
+
+@pytest.mark.parametrize("key", ["s3cret-value\r", " s3cret-value\n"])
+@pytest.mark.parametrize("reply", ["401", "500", "echo", "finish"])
+def test_a_key_with_an_end_of_line_is_sent_without_it_and_told_nowhere(
+    folder: Path, prompts: dict[str, Ids], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, reply: str
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    said = "x" * 280 + " s3cret-value"  # what is cut short is not cut within the key
+    replies: dict[str, Any] = {
+        "401": (401, {}, said.encode()), "500": (500, {}, said.encode()), "echo": (200, {}, said.encode()),
+        "finish": (200, {}, {"choices": [{"finish_reason": said}]}),
+    }  # fmt: skip
+    with serve(Completions(folder, lambda number, prompt: replies[reply])) as server:
+        with pytest.raises(EngineError) as error:
+            answer_all(prompts, client(server.url, concurrency=1, retries=0), SETTINGS, tmp_path, 1)
+        demand_same_rendering(server.url, "tiny", {}, Renderer(folder, policy()).probes())
+    assert set(server.keys) == {"Bearer s3cret-value"}
+    assert "s3c" not in error.value.text()
+
+
+@pytest.mark.parametrize("key", ["s3cret\r\nvalue", "s3cret-välue", "s3cret value", "s3cret\udc80"])
+def test_a_key_that_no_header_holds_stops_in_words_that_name_its_variable_alone(
+    prompts: dict[str, Ids], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    told = []
+    with pytest.raises(EngineError, match="key cannot be sent") as error:
+        answer_all(prompts, client("http://127.0.0.1:9/v1"), SETTINGS, tmp_path, 1)
+    told.append(error.value.text())
+    with pytest.raises(EngineError, match="key cannot be sent") as error:
+        demand_same_rendering("http://127.0.0.1:9/v1", "tiny", {}, [([], ())])
+    told.append(error.value.text())
+    assert all(KEY_VARIABLE in t and "s3c" not in t and "lue" not in t for t in told)
 
 
 def test_a_server_that_reads_other_tokens_than_it_is_sent_stops_the_run(
@@ -256,7 +322,8 @@ def test_a_server_with_another_template_is_refused(folder: Path, tmp_path: Path)
     probes = ours.probes()
     assert len(probes) == 3
     with serve(Completions(folder)) as server:
-        assert demand_same_rendering(server.url, "tiny", {}, probes) == "token by token"
+        told = demand_same_rendering(server.url, "tiny", {}, probes)
+        assert told == "3 conversations rendered as here, compared token by token"
     with (
         serve(Completions(folder, renderer=theirs)) as server,
         pytest.raises(EngineError, match=r"renders conversations otherwise[\s\S]*--chat-template"),
@@ -264,6 +331,51 @@ def test_a_server_with_another_template_is_refused(folder: Path, tmp_path: Path)
         demand_same_rendering(server.url, "tiny", {}, probes)
     with pytest.raises(EngineError, match="cannot be reached"):
         demand_same_rendering("http://127.0.0.1:9/v1", "tiny", {}, probes)
+
+
+DEEP = b"[" * 200_000
+NO_JSON: list[Any] = [(200, {}, b"<html>"), (200, {}, [1]), (200, {}, {"tokens": "x", "usage": []}), (200, {}, DEEP)]
+NO_JSON += [(200, {}, {"usage": {"prompt_tokens": True}}), (401, {}, b"no"), (200, {}, {"tokens": ["x"]})]
+
+
+@pytest.mark.parametrize("reply", NO_JSON, ids=lambda reply: str(reply)[:40])
+def test_what_is_no_reply_to_a_comparison_is_told_as_none(folder: Path, reply: Any) -> None:
+    probes = Renderer(folder, policy()).probes()
+    with serve(Completions(folder, tokenized=reply, chatted=reply)) as server:
+        told = demand_same_rendering(server.url, "tiny", {}, probes)
+        assert told.startswith("3 conversations not compared with those rendered here, for it tells no tokens: HTTP ")
+        assert "as here" not in told
+        server.chatted = (200, {}, {"usage": {"prompt_tokens": len(probes[0][1])}})
+        told = demand_same_rendering(server.url, "tiny", {}, probes[:1])
+        assert told == "1 conversations rendered as here, compared by number of tokens"
+
+
+@pytest.mark.parametrize("reply", [(200, {"Content-Encoding": "gzip"}, b"no gzip"), (200, {}, DEEP), (200, {}, [1])])
+def test_replies_that_cannot_be_read_fail_or_stop_in_words(
+    folder: Path, prompts: dict[str, Ids], expected: dict[str, Generated], tmp_path: Path, reply: Any
+) -> None:
+    def fault(number: int, prompt: list[int]) -> Any:
+        return reply if tuple(prompt) == prompts["p04"] else (429, {"Retry-After": "nan"}, {}) if number == 2 else None
+
+    with serve(Completions(folder, fault)) as server:
+        answers = answer_all(prompts, client(server.url, retries=1), SETTINGS, tmp_path, 1, max_failed_share=0.1)
+        assert answers["p04"].finish == "failed" and {p: a for p, a in answers.items() if p != "p04"} == {
+            p: a for p, a in expected.items() if p != "p04"
+        }
+    if reply[1]:
+        with (
+            serve(Completions(folder, tokenized=reply)) as server,
+            pytest.raises(EngineError, match=r"cannot be reached[\s\S]*DecodingError"),
+        ):
+            demand_same_rendering(server.url, "tiny", {}, Renderer(folder, policy()).probes())
+
+
+@pytest.mark.parametrize("url", ["http://host:port/v1", f"http://{'a' * 300}/v1", "localhost:9/v1"])
+def test_an_address_that_is_none_stops_in_words(prompts: dict[str, Ids], tmp_path: Path, url: str) -> None:
+    with pytest.raises(EngineError, match=r"cannot be reached|answers nothing any more"):
+        answer_all(prompts, client(url, retries=0), SETTINGS, tmp_path, 1)
+    with pytest.raises(EngineError, match=r"cannot be reached[\s\S]*mend prepare.answers.base_url"):
+        demand_same_rendering(url, "tiny", {}, [([], ())])
 
 
 CHILD = """

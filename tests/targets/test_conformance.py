@@ -253,6 +253,15 @@ def test_kimis_text_model_is_identified_by_its_own_sizes_under_the_larger_models
     assert (identity.model_type, identity.layers, identity.hidden_size, identity.vocab_size) == ("kimi_k25", 6, 64, 259)
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_turn_ends_at_what_either_config_names(tmp_path: Path, family: str) -> None:
+    folder = make_family(tmp_path, family)
+    assert load_target(folder).config.eos_ids == (2,)
+    for named, ends in ((2, (2,)), ([7, 2], (2, 7)), (None, (2,))):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        assert load_target(folder).config.eos_ids == ends
+
+
 def test_an_unknown_family_is_named_beside_those_there_are(tmp_path: Path) -> None:
     folder = tiny.make_target(tmp_path / "t", model_type="mamba")
     with pytest.raises(EngineError, match="mamba") as error:
