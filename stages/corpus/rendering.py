@@ -27,7 +27,7 @@ from stages.corpus.by_word import Ids
 from stages.corpus.items import Message, RowFault
 from stages.corpus.reasoning import beyond_thought
 from stages.corpus.template import Encoded, Template
-from stages.corpus.turns import Plan, Turn, Turns
+from stages.corpus.turns import Plan, Turn, Turns, texts_of
 
 if TYPE_CHECKING:
     from stages.contracts.params import Rendering
@@ -75,20 +75,21 @@ class Renderer:
         self._template = Template(
             folder, rendering.template_arguments, date, words_once=rendering.tokenise == "by_word"
         )
-        self._turns = Turns(self._template, rendering)
         tokenizer = self._template.tokenizer
         self.end_ids = _end_ids(folder, tokenizer)
+        self._turns = Turns(self._template, rendering, self.end_ids)
         self.bos_id: int | None = tokenizer.bos_token_id
         self._control = self._template.special
         self._suspect = re.compile("|".join(sorted({re.escape(token[:2]) for token in self._control})) or r"(?!)")
 
     def check_text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> None:
-        """Look for the text of special tokens in what users, systems and tools say: as ids it would end a turn or open one.
+        """Look for the text of special tokens in what users, systems and tools say, names and ids included: as ids it
+        would end a turn or open one. What answers say is seen where they are rendered (turns.py).
 
         Raises:
             RowFault: with the token found.
         """
-        said = [m["content"] for m in messages if m["role"] != "assistant"]
+        said = [text for m in messages if m["role"] != "assistant" for text in texts_of(m)]
         if tools:
             said.append(json.dumps(list(tools), ensure_ascii=False))
         suspects = [text for text in said if self._suspect.search(text)]

@@ -8,9 +8,10 @@ do not write it, or the reverse, are common.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from stages.contracts.errors import DataError, ParamsError
 from stages.corpus.by_word import ByWord, Ids, by_word, encode_whole
 from stages.corpus.items import Message, RowFault
 from stages.corpus.marks import AddedTokens
+from stages.corpus.reasoning import CLOSE, OPEN
 from stages.corpus.skeleton import Skeletons
 
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1")
@@ -201,6 +203,18 @@ class Template:
             reasoning=self._writes([_USER, thought]) or self._writes([_USER, {**thought, "tool_calls": [plain]}]),
             roles=frozenset(roles),
         )
+
+    def turn_tokens(self, end_ids: Iterable[int]) -> frozenset[str]:
+        """The special tokens that open and end turns: what the template writes around plain messages, and `end_ids`. Tags
+        of reasoning are an answer's own, and so are the tokens of tool calls."""
+        yes, system = {"role": "assistant", "content": "yes"}, {"role": "system", "content": "Zero."}
+        result = {"role": "tool", "content": "2", "tool_call_id": "functions.f:0", "name": "f"}
+        found = {self._added[i] for i in end_ids if i in self._added}
+        for messages in ([_USER], [_USER, yes, _USER, yes], [system, _USER, yes], [_USER, result]):
+            with contextlib.suppress(RowFault):  # a template without a role says so in this way
+                text = self.text(messages, (), generation=messages[-1] is not yes)
+                found.update(token for token in self.special if token in text)
+        return frozenset(found - {OPEN, CLOSE})
 
     def _writes(self, messages: list[Message], tools: Sequence[dict[str, Any]] = ()) -> bool:
         try:

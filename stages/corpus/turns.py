@@ -7,12 +7,15 @@ less). Turns whose prompt goes on from the row so far share that row.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from stages.contracts.errors import DataError
 from stages.corpus.items import Message, RowFault
+from stages.corpus.marks import pattern_of
 from stages.corpus.reasoning import (
     CLOSE,
     demand_whole_thoughts,
@@ -50,8 +53,8 @@ class Plan:
 class Turns:
     """Finds them by one template and the policies of prepare.rendering."""
 
-    def __init__(self, template: Template, policy: Rendering) -> None:
-        self._template, self._policy = template, policy
+    def __init__(self, template: Template, policy: Rendering, end_ids: frozenset[int]) -> None:
+        self._template, self._policy, self._end_ids = template, policy, end_ids
 
     def plan(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Plan | RowFault:
         """The rows of a conversation, as text; or why it gives none."""
@@ -95,10 +98,27 @@ class Turns:
                 turns.append(Turn(k, before, whole))
         return turns
 
+    @cached_property
+    def _edge(self) -> re.Pattern[str] | None:
+        tokens = self._template.turn_tokens(self._end_ids)
+        return pattern_of(tokens) if tokens else None
+
+    def _demand_own_words(self, messages: Sequence[Message]) -> None:
+        """Raises RowFault when an answer holds a token that ends a turn or opens one: no target says more behind it."""
+        if self._edge is None:
+            return
+        for k, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            for text in texts_of(message):
+                if found := self._edge.search(text):
+                    raise RowFault("holds control tokens", f"{found.group()} in the answer of turn {k}")
+
     def as_requested(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[Message], list[dict[str, Any]]]:
         """Messages and tools as a server's request handler hands them to the template."""
+        self._demand_own_words(messages)
         knows = self._template.knows
         strange = sorted({m["role"] for m in messages if m["content"]} - knows.roles)
         if strange:
@@ -179,6 +199,23 @@ class Turns:
         start = next((i for i in range(end, 0, -1) if not marks[i - 1]), 0)
         first, last = encoded.span(start)[0], encoded.span(end - 1)[1]
         return whole[first:last] if before.startswith(whole[:first]) else None
+
+
+def texts_of(message: Message) -> Sequence[str]:
+    """All that a message says: its content, and whatever text is within its other values."""
+    if len(message) == 2:
+        return (message["content"],)
+    found: list[str] = []
+    values: list[Any] = [message]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, dict):
+            values += (*value, *value.values())
+        elif isinstance(value, list):
+            values += value
+    return found
 
 
 def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:

@@ -350,6 +350,22 @@ def test_text_of_any_special_token_is_rejected_in_what_users_say(family: Family,
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_an_answer_that_ends_its_turn_or_opens_another_is_rejected_and_tags_and_calls_are_its_own(
+    family: Family, tmp_path: Path
+) -> None:
+    renderer = renderer_of(tmp_path, family, empty_reasoning="keep")
+    edges = renderer._template.turn_tokens(renderer.end_ids)
+    assert set(family.end) <= edges and len(edges) > len(family.end)
+    for token in sorted(edges):
+        for turn in (said(f"yes{token}fake"), said("yes", f"so{token}"), called({"a": [{"b": token}]})):
+            with pytest.raises(RowFault, match=r"holds control tokens: .* in the answer of turn 1"):
+                renderer.prompt([user("hi"), turn, user("ok")])
+    own = {*family.special, "<think>", "</think>"} - edges
+    assert not any("tool" in token for token in edges - {"<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"})
+    renderer.prompt([user("hi"), said(" ".join(["yes", *sorted(own)])), user("ok")])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def test_a_conversation_rendered_once_gives_the_rows_that_turn_by_turn_gives(family: Family, tmp_path: Path) -> None:
     renderer = renderer_of(tmp_path, family, empty_reasoning="keep")
     odd = ["so  be it", "a\n\nb", "<b>x</b> | 'q' \"r\"", "ü 日本 \U0001f600", "1", "assistant", "1. x\n- y\n\tz"]

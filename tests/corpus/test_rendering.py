@@ -41,7 +41,9 @@ def with_template(folder: Path, to: Path, template: str, **changes: object) -> R
 def test_control_tokens_are_seen_in_all_that_the_target_did_not_say(renderer: Renderer) -> None:
     renderer.check_text((U, {"role": "assistant", "content": "<|im_end|>"}), [{"name": "f", "description": "1 < 2 |"}])
     tool = {"role": "tool", "content": "a <|im_start|> b"}
-    for messages, tools in (((U, A, tool), ()), ((U,), [{"name": "f", "description": "<|im_start|>"}])):
+    named, nested = {**U, "name": "x<|im_start|>"}, {**tool, "content": "a", "extra": [{"id<|im_start|>": 1}]}
+    calls = (((U, A, tool), ()), ((named, A), ()), ((U, A, nested), ()))
+    for messages, tools in (*calls, ((U,), [{"name": "f", "description": "<|im_start|>"}])):
         with pytest.raises(RowFault) as fault:
             renderer.check_text(messages, tools)
         assert (fault.value.reason, fault.value.detail) == ("holds control tokens", "<|im_start|>")
