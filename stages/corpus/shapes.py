@@ -186,6 +186,8 @@ def _call(call: Any) -> dict[str, Any]:
         raise RowFault("unknown layout", f"a tool call is a {type(call).__name__}")
     inner = call.get("function")
     function: dict[str, Any] = inner if isinstance(inner, dict) else call
+    if not isinstance(name := function.get("name"), str) or not name.strip():
+        raise RowFault("unknown layout", "a tool call names no function")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:

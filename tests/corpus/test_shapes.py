@@ -13,6 +13,7 @@ from stages.corpus.shapes import Ready, read_row
 U, A = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 S = {"role": "system", "content": "be kind"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+NAMELESS = ({}, {"function": "f", "arguments": "{}"}, {"function": {"name": ""}}, {"function": {"name": 1}})
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,8 @@ def test_ready_tokens_keep_their_mask_by_any_of_its_names(row: dict, mask: tuple
         ({"messages": ["hi"]}, "unknown layout"),
         ({"messages": {"role": "user"}}, "unknown layout"),
         ({"said": "hi"}, "unknown layout"),
+        *(({"messages": [U, {"role": "assistant", "tool_calls": [call]}]}, "unknown layout") for call in NAMELESS),
+        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "unknown layout"),
         (["hi"], "not an object"),
         ({"conversations": [{"from": "function_call", "value": "{f"}]}, "tool arguments are not JSON"),
     ],
