@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from stages.corpus.spool import Candidate, Given
 
 if TYPE_CHECKING:
     from stages.contracts.params import Prepare, Source
+
+_LONG_ANSWERS = re.compile(rb"\x01{24,}")  # of fewer tokens none is called a loop
 
 
 def asked(item: Item, prepare: Prepare, renderer: Renderer) -> Candidate:
@@ -98,12 +101,14 @@ def _cut(
 
 
 def _loops(ids: npt.NDArray[np.int32], mask: bytes, end_ids: frozenset[int]) -> bool:
-    """Whether the last answer of a row loops."""
-    stop = mask.rindex(1) + 1
-    answer = ids[mask.rfind(0, 0, stop) + 1 : stop]
-    for end in end_ids:
-        answer = answer[answer != end]
-    return repeats_itself(answer)
+    """Whether an answer of a row loops."""
+    for run in _LONG_ANSWERS.finditer(mask):
+        answer = ids[run.start() : run.end()]
+        for end in end_ids:
+            answer = answer[answer != end]
+        if repeats_itself(answer):
+            return True
+    return False
 
 
 def _make(
