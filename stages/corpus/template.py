@@ -33,12 +33,14 @@ _USER = {"role": "user", "content": "hi"}
 
 @dataclass(frozen=True)
 class Knows:
-    """What a template writes when it is given it. roles: of messages whose content it writes."""
+    """What a template writes when it is given it. roles: of messages whose content it writes; only_first: those of them
+    that it passes over in silence but for a conversation's first message."""
 
     tools: bool
     calls: bool
     reasoning: bool
     roles: frozenset[str]
+    only_first: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,7 @@ class Template:
             calls=self._writes([_USER, asked]),
             reasoning=self._writes([_USER, thought]) or self._writes([_USER, {**thought, "tool_calls": [plain]}]),
             roles=frozenset(roles),
+            only_first=frozenset(r for r in roles & {"system", "developer"} if self._passes_over_late(r)),
         )
 
     def turn_tokens(self, end_ids: Iterable[int]) -> frozenset[str]:
@@ -220,6 +223,13 @@ class Template:
         try:
             return _PROBE in self.text(messages, tools, generation=False)
         except RowFault:
+            return False
+
+    def _passes_over_late(self, role: str) -> bool:
+        late = [_USER, {"role": "assistant", "content": "yes"}, {"role": role, "content": _PROBE}, _USER]
+        try:
+            return _PROBE not in self.text(late, (), generation=False)
+        except RowFault:  # rows that have one are rejected in the template's own words
             return False
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], **how: Any) -> Any:

@@ -123,6 +123,9 @@ class Turns:
         strange = sorted({m["role"] for m in messages if m["content"]} - knows.roles)
         if strange:
             raise RowFault(f"template drops {strange[0]} messages")
+        late = sorted({m["role"] for m in messages[1:] if m["content"]} & knows.only_first) if knows.only_first else []
+        if late:
+            raise RowFault(f"template drops late {late[0]} messages")
         plain = [with_one_name(m) for m in messages]
         if self._policy.think_tags == "split" and knows.reasoning:
             plain = [split_thought(m) for m in plain]
@@ -176,6 +179,7 @@ class Turns:
         """What the template writes for `turn` beyond `before`, the prompt of `history`; None when the one does not go on
         from the other. Reasoning that it drops is put back, or the row is rejected."""
         whole = self._template.text([*history, turn], tools, generation=False)
+        self._demand_all(history, turn, tools, whole)
         if not whole.startswith(before):
             return self._marked_answer([*history, turn], tools, before, whole)
         answer, thought = whole[len(before) :], thought_of(turn)
@@ -184,6 +188,26 @@ class Turns:
         if self._policy.dropped_reasoning == "restore" and opens_thought(before) and answer.lstrip().startswith(CLOSE):
             return thought + answer  # the generation prompt opened the block, and the template closed it unfilled
         raise RowFault("template drops the answer's reasoning", f"turn {len(history)}: {thought[:40]!r}")
+
+    def _demand_all(self, history: list[Message], turn: Message, tools: list[dict[str, Any]], whole: str) -> None:
+        """Raises RowFault when `whole` lacks the text of an answer that calls too, or one of several calls: without it the
+        template writes the same."""
+        calls = turn.get("tool_calls") or []
+        spoken = bool(calls) and bool(turn["content"].strip())
+        if not spoken and len(calls) < 2:
+            return
+        if spoken and self._is_written([*history, {**turn, "content": ""}], tools, whole):
+            raise RowFault("template drops the answer's text", f"turn {len(history)}: {turn['content'][:40]!r}")
+        for i, call in enumerate(calls if len(calls) > 1 else []):
+            if self._is_written([*history, {**turn, "tool_calls": [*calls[:i], *calls[i + 1 :]]}], tools, whole):
+                name = (call.get("function") or call).get("name")
+                raise RowFault("template drops the answer's calls", f"turn {len(history)}: {name!r}, call {i + 1}")
+
+    def _is_written(self, messages: list[Message], tools: list[dict[str, Any]], text: str) -> bool:
+        try:
+            return self._template.text(messages, tools, generation=False) == text
+        except RowFault:  # the template needs what was left out
+            return False
 
     def _marked_answer(
         self, messages: list[Message], tools: list[dict[str, Any]], before: str, whole: str

@@ -306,6 +306,33 @@ def test_a_message_that_the_template_drops_in_silence_is_rejected(
     )
 
 
+def test_a_late_system_message_that_the_template_drops_is_rejected(tmp_path: Path) -> None:
+    late = [user("q"), said("yes"), SYSTEM, user("r"), said("no")]
+    with pytest.raises(RowFault, match="template drops late system messages"):
+        renderer_of(tmp_path / "h", HARMONY).given(late)
+    with pytest.raises(RowFault, match="template drops late developer messages"):
+        renderer_of(tmp_path / "h", HARMONY).prompt([SYSTEM, {"role": "developer", "content": "French."}, user("hi")])
+    (row,) = renderer_of(tmp_path / "c", CHATML).given(late)
+    assert len(runs(row)) == 2
+    with pytest.raises(RowFault, match="template refuses"):
+        renderer_of(tmp_path / "g", GEMMA).given(late)
+
+
+def test_text_beside_calls_and_further_calls_that_the_template_drops_are_rejected(tmp_path: Path) -> None:
+    call = called({"a": 1})["tool_calls"][0]
+    other = {**call, "id": "functions.g:1", "function": {"name": "g", "arguments": {"a": 2}}}
+    two, spoken = {**said(""), "tool_calls": [call, other]}, called({"a": 1}, content="Let me look.")
+    rest = [RESULT, said("done", "hm")]
+    harmony = renderer_of(tmp_path / "h", HARMONY)
+    for turn, reason in ((two, "calls: turn 1: 'g', call 2"), (spoken, "text: turn 1: 'Let me look.'")):
+        with pytest.raises(RowFault, match=f"template drops the answer's {reason}"):
+            harmony.given([user("add"), turn, *rest])
+        qwen = renderer_of(tmp_path / "q", QWEN_3, empty_reasoning="keep")
+        answer = decoded(qwen, qwen.given([user("add"), turn, *rest])[0])[0]
+        assert (turn["content"] or '"name": "g"') in answer
+    assert harmony.given([user("add"), called({"a": 1}, content=" "), *rest])
+
+
 def test_a_template_that_writes_the_date_needs_one_and_writes_that(tmp_path: Path) -> None:
     folder = write_family(tmp_path, LLAMA_3)
     with pytest.raises(ParamsError, match=r"writes today's date[\s\S]*prepare.rendering.date"):
