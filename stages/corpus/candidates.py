@@ -43,7 +43,7 @@ def asked_row(item: Item, ids: npt.ArrayLike, prepare: Prepare) -> Candidate:
 def given_rows(
     item: Item, rows: Sequence[GivenRow], prepare: Prepare, end_ids: frozenset[int]
 ) -> list[Candidate | Reject]:
-    """Rows with the answers they came with; beyond max_row_tokens a row is cut and counts as capped. A conversation's rows
+    """Rows with the answers they came with; beyond max_row_tokens a row is cut, and counts as capped where an answer was. A conversation's rows
     keep to one side of the split, that of its first prompt."""
     first = rows[0]
     side = prompt_id(first.ids[: first.prompt_tokens])
@@ -96,7 +96,10 @@ def _cut(
     if not has_supervised_pair(learnt):
         return Reject(item, "no supervised pair", f"{sum(learnt)} answer tokens within {prepare.max_row_tokens}")
     kept = ids[: prepare.max_row_tokens]
-    whole = Given(kept, learnt, len(ids) > len(kept), row_id(kept, learnt), _loops(kept, learnt, end_ids))
+    cut = (
+        mask.find(1, prepare.max_row_tokens) >= 0
+    )  # of padding, or a question behind the last answer, nothing is learnt
+    whole = Given(kept, learnt, cut, row_id(kept, learnt), _loops(kept, learnt, end_ids))
     return _make(item, side, kept[: learnt.index(1)], messages, prepare, whole)
 
 

@@ -5,13 +5,14 @@
     alpaca           instruction, input, output (and history)
     prompt_response  prompt and response, question and answer, as text or as messages
     text             text that the chat template already wrote; `spans` tells where the answers stand
-    tokens           input_ids, with loss_mask, labels (-100: not supervised) or assistant_masks
+    tokens           input_ids, with loss_mask, labels (-100: not supervised) or assistant_masks; attention_mask 0: padding
 
 The shape is told row by row, from the row's keys. Keys that a row lacks stay absent.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -234,10 +235,12 @@ def _text(item: str, row: dict[str, Any]) -> Ready:
 
 
 def _tokens(item: str, row: dict[str, Any]) -> Ready:
-    ids = _whole_numbers(row["input_ids"], "input_ids")
+    ids, attended = _whole_numbers(row["input_ids"], "input_ids"), _attended(row)
+    if attended is not None and len(attended) != len(ids):
+        raise RowFault("mask of another length", f"{len(attended)} of `attention_mask` for {len(ids)} ids")
     key = next((k for k in _MASKS if isinstance(row.get(k), list)), None)
     if key is None:
-        return Ready(item, (), ids=ids)
+        return Ready(item, (), ids=_kept(ids, attended))
     mask = _whole_numbers(row[key], key)
     if len(mask) != len(ids):
         raise RowFault("mask of another length", f"{len(mask)} of `{key}` for {len(ids)} ids")
@@ -250,7 +253,22 @@ def _tokens(item: str, row: dict[str, Any]) -> Ready:
         mask = tuple(int(b != _UNSUPERVISED) for b in mask)
     if any(m not in (0, 1) for m in mask):
         raise RowFault("mask holds other than 0 and 1", f"`{key}`")
-    return Ready(item, (), ids=ids, mask=mask)
+    return Ready(item, (), ids=_kept(ids, attended), mask=_kept(mask, attended))
+
+
+def _attended(row: dict[str, Any]) -> tuple[int, ...] | None:
+    """A row's attention mask: 0 where it is padding."""
+    if not isinstance(row.get("attention_mask"), list):
+        return None
+    attended = _whole_numbers(row["attention_mask"], "attention_mask")
+    if any(a not in (0, 1) for a in attended):
+        raise RowFault("mask holds other than 0 and 1", "`attention_mask`")
+    return attended
+
+
+def _kept(values: tuple[int, ...], attended: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Those that are no padding."""
+    return values if attended is None or 0 not in attended else tuple(itertools.compress(values, attended))
 
 
 def _whole_numbers(values: list[Any], key: str) -> tuple[int, ...]:

@@ -67,6 +67,13 @@ def test_a_loop_in_any_answer_of_a_row_makes_it_repetitive(lengths: tuple[int, i
     assert isinstance(row, Candidate) and row.given and row.given.loops == loops
 
 
+@pytest.mark.parametrize(("mask", "cut"), [(b"\0\1\1\0\0", False), (b"\0\1\1\1\1", True), (b"\0\1\1\0\1", True)])
+def test_a_row_is_capped_where_an_answer_was_cut_and_not_where_what_follows_it_was(mask: bytes, cut: bool) -> None:
+    prepare: Any = SimpleNamespace(max_row_tokens=3, seed=7, held_out_share=0.1)
+    (row,) = given_rows(Item("i", ()), [GivenRow(np.arange(5, dtype=np.int32), mask, 4)], prepare, frozenset())
+    assert isinstance(row, Candidate) and row.given and row.given.cut == cut and row.given.ids.tolist() == [0, 1, 2]
+
+
 def test_a_pair_needs_two_neighbours() -> None:
     assert not has_supervised_pair([0, 1, 0, 1])
     assert not has_supervised_pair([])

@@ -93,6 +93,9 @@ def test_schemas_with_other_keys_and_odd_fields_load_and_keys_that_are_absent_st
         ({"input_ids": [[5, 6, 7]], "labels": [[-100, 6, 7]]}, (0, 1, 1)),
         ({"input_ids": [5, 6, 7], "assistant_masks": [0, 0, 1], "attention_mask": [1, 1, 1]}, (0, 0, 1)),
         ({"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]}, None),
+        ({"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0]}, None),
+        ({"input_ids": [0, 5, 6, 7, 0], "loss_mask": [1, 0, 1, 1, 1], "attention_mask": [0, 1, 1, 1, 0]}, (0, 1, 1)),
+        ({"input_ids": [[5, 6, 7, 2]], "labels": [[-100, 6, 7, -100]], "attention_mask": [[1, 1, 1, 0]]}, (0, 1, 1)),
     ],
 )
 def test_ready_tokens_keep_their_mask_by_any_of_its_names(row: dict, mask: tuple | None) -> None:
@@ -104,6 +107,8 @@ def test_ready_tokens_keep_their_mask_by_any_of_its_names(row: dict, mask: tuple
     ("row", "reason"),
     [
         ({"input_ids": [5, 6], "loss_mask": [1]}, "mask of another length"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 1], "attention_mask": [1]}, "mask of another length"),
+        ({"input_ids": [5, 6], "attention_mask": [1, 2]}, "mask holds other than 0 and 1"),
         ({"input_ids": [5, 6], "labels": [-100, 9]}, "labels are not the ids"),
         ({"input_ids": [5, 6], "labels": [6, -100]}, "labels are not the ids"),
         ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "mask holds other than 0 and 1"),
