@@ -63,6 +63,8 @@ class Turns:
             turns = self._turns(plain, offered)
         except RowFault as fault:
             return fault
+        if not turns and all(_is_left_out(m) for m in messages if m["role"] == "assistant"):
+            return RowFault("no answer to learn", "every answer has `weight: 0`")
         if not turns:
             return RowFault("no reasoning", "the template writes an empty think block in front of every answer")
         runs: list[list[Turn]] = []
@@ -77,7 +79,7 @@ class Turns:
         return Plan(kept, len(plain) - len(messages))
 
     def _turns(self, plain: list[Message], tools: list[dict[str, Any]]) -> list[Turn]:
-        asked = [k for k, message in enumerate(plain) if message["role"] == "assistant"]
+        asked = [k for k, m in enumerate(plain) if m["role"] == "assistant" and not _is_left_out(m)]
         turns = self._plain_turns(plain, asked) if asked and not tools else None
         if turns is None:
             turns = [turn for k in asked if (turn := self._turn(plain, k, tools)) is not None]
@@ -223,6 +225,11 @@ class Turns:
         start = next((i for i in range(end, 0, -1) if not marks[i - 1]), 0)
         first, last = encoded.span(start)[0], encoded.span(end - 1)[1]
         return whole[first:last] if before.startswith(whole[:first]) else None
+
+
+def _is_left_out(answer: Message) -> bool:
+    """Whether an answer is not to be learnt, as OpenAI's layout for fine-tuning has it."""
+    return answer.get("weight") == 0
 
 
 def texts_of(message: Message) -> Sequence[str]:

@@ -126,6 +126,15 @@ def test_a_template_that_raises_rejects_the_row(folder: Path, tmp_path: Path) ->
         renderer.prompt([U])
 
 
+def test_an_answer_of_weight_nought_is_left_unsupervised(renderer: Renderer) -> None:
+    more, last = {"role": "user", "content": "and?"}, {"role": "assistant", "content": "no"}
+    (row, plain) = (one(renderer, [U, first, more, last]) for first in ({**A, "weight": 0}, A))
+    assert row.ids == plain.ids and supervised(renderer, row) == ["no"]
+    assert supervised(renderer, one(renderer, [U, {**A, "weight": 1}, more, {**last, "weight": 0}])) == ["yes"]
+    with pytest.raises(RowFault, match="no answer to learn: every answer has `weight: 0`"):
+        renderer.given([U, {**A, "weight": 0}])
+
+
 def test_tool_calls_are_supervised_and_tool_results_are_not(renderer: Renderer) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     turns = [
