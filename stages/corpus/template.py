@@ -240,6 +240,8 @@ class Template:
             return self.tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **told)
         except (TemplateError, TypeError, RecursionError) as error:
             raise RowFault("template refuses", str(error)) from error
+        except Exception as error:  # a template may call anything on a text, with that call's own errors
+            raise RowFault("template refuses", f"{type(error).__name__}: {error}") from error
 
     def _source(self, tools: Sequence[dict[str, Any]]) -> str:
         return str(self.tokenizer.get_chat_template(None, list(tools) or None))

@@ -126,6 +126,22 @@ def test_a_template_that_raises_rejects_the_row(folder: Path, tmp_path: Path) ->
         renderer.prompt([U])
 
 
+@pytest.mark.parametrize(
+    "expression",
+    ["m['content'].index('zz')", "m['content'].split('')", "1 // (m['content']|length - 2)", "'{a}'.format()"],
+)  # fmt: skip
+def test_a_template_that_fails_in_any_way_rejects_the_row(folder: Path, tmp_path: Path, expression: str) -> None:
+    failing = (
+        f"{{% for m in messages %}}{{% if m['content'] == 'no' %}}{{{{ {expression} }}}}{{% endif %}}{{% endfor %}}"
+    )
+    renderer = with_template(folder, tmp_path / "t", failing + TEMPLATE)
+    bad = [{"role": "user", "content": "no"}, A]
+    with pytest.raises(RowFault, match=r"template refuses: (ValueError|ZeroDivisionError|KeyError): "):
+        renderer.given(bad)
+    fault, rows = renderer.given_many([(bad, ()), ([U, A], ())])
+    assert isinstance(fault, RowFault) and isinstance(rows, list)
+
+
 def test_an_answer_of_weight_nought_is_left_unsupervised(renderer: Renderer) -> None:
     more, last = {"role": "user", "content": "and?"}, {"role": "assistant", "content": "no"}
     (row, plain) = (one(renderer, [U, first, more, last]) for first in ({**A, "weight": 0}, A))
