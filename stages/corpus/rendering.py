@@ -18,11 +18,12 @@ import contextlib
 import datetime
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stages.contracts.errors import DataError
 from stages.corpus.by_word import Ids
 from stages.corpus.items import Message, RowFault
 from stages.corpus.reasoning import beyond_thought
@@ -159,14 +160,22 @@ class Renderer:
         return tuple(Rendered(tuple(r.ids.tolist()), tuple(r.mask), r.messages) for r in row)
 
     def given_many(
-        self, conversations: Sequence[tuple[Sequence[Message], Sequence[dict[str, Any]]]]
+        self,
+        conversations: Sequence[tuple[Sequence[Message], Sequence[dict[str, Any]]]],
+        where: Callable[[int], str] = "conversation {}".format,
     ) -> list[list[GivenRow] | RowFault]:
-        """What `given` gives or raises of each, tokenised together.
+        """What `given` gives or raises of each, tokenised together. `where`: what an error calls a conversation.
 
         Raises:
             DataError: a mask cannot be derived from the template.
         """
-        planned = [self._turns.plan(messages, tools) for messages, tools in conversations]
+        planned: list[Plan | RowFault] = []
+        for i, (messages, tools) in enumerate(conversations):
+            try:
+                planned.append(self._turns.plan(messages, tools))
+            except DataError as error:
+                place = f"{where(i)}, {error.where}"
+                raise DataError(error.what, where=place, expected=error.expected, got=error.got, do=error.do) from error
         texts = [run[-1].whole for plan in planned if isinstance(plan, Plan) for run in plan.runs]
         ids = iter(self._template.encode_many(texts))
         made: list[list[GivenRow] | RowFault] = []

@@ -163,12 +163,26 @@ class Turns:
         demand_whole_thoughts(before, answer)
         return not (self._policy.empty_reasoning == "skip" and says_nothing_first(before, answer))
 
+    @cached_property
+    def _masks_plain(self) -> bool:
+        """Whether a mask can be derived for the plainest conversation."""
+        user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+        try:
+            return self._answer([user], self._template.text([user], (), generation=True), answer, []) is not None
+        except RowFault:
+            return False
+
     def _tell_why(
         self, plain: list[Message], k: int, before: str, tools: list[dict[str, Any]], thoughtless: str | None
     ) -> NoReturn:
-        """Raises RowFault when the answer could follow without its reasoning, else DataError."""
+        """Raises RowFault when the answer could follow without its reasoning, or when it is this conversation that the
+        template writes so, else DataError."""
         if thoughtless is not None and thought_of(plain[k]):
             raise RowFault("template drops the answer's reasoning", f"turn {k}: the server's prompt leaves no room")
+        if self._masks_plain:
+            raise RowFault(
+                "no mask from the template", f"turn {k}: its rendering does not go on from the server's prompt"
+            )
         raise DataError(
             "The loss mask cannot be derived from this chat template",
             where=f"assistant turn {k}",

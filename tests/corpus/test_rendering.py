@@ -86,8 +86,17 @@ def test_a_template_that_rewrites_history_stops_instead_of_guessing_a_mask(folde
         "{% for m in messages %}{{ loop.length ~ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
-    with pytest.raises(DataError, match="The loss mask cannot be derived"):
-        with_template(folder, tmp_path / "t", rewriting).given([U, A])
+    renderer = with_template(folder, tmp_path / "t", rewriting)
+    with pytest.raises(DataError, match="The loss mask cannot be derived") as error:
+        renderer.given_many([([U], ()), ([U, A], ())], ["chats.jsonl:1", "chats.jsonl:2"].__getitem__)
+    assert error.value.where == "chats.jsonl:2, assistant turn 1" and error.value.do
+
+
+def test_a_conversation_that_a_sound_template_rewrites_is_one_rows_fault(folder: Path, tmp_path: Path) -> None:
+    named = TEMPLATE.replace("message['role']", "(message.name or message['role'])")
+    renderer = with_template(folder, tmp_path / "t", named)
+    fault, rows = renderer.given_many([([U, {**A, "name": "bob"}], ()), ([U, A], ())])
+    assert isinstance(fault, RowFault) and fault.reason == "no mask from the template" and isinstance(rows, list)
 
 
 def test_an_answer_that_melts_into_its_header_is_one_rows_fault(folder: Path, tmp_path: Path) -> None:
