@@ -88,11 +88,14 @@ class Renderer:
         would end a turn or open one. What answers say is seen where they are rendered (turns.py).
 
         Raises:
-            RowFault: with the token found.
+            RowFault: with the token found; or tools are nested too deeply.
         """
         said = [text for m in messages if m["role"] != "assistant" for text in texts_of(m)]
         if tools:
-            said.append(json.dumps(list(tools), ensure_ascii=False))
+            try:
+                said.append(json.dumps(list(tools), ensure_ascii=False))
+            except RecursionError as error:
+                raise RowFault("nested too deeply", str(error)) from error
         suspects = [text for text in said if self._suspect.search(text)]
         for token in self._control if suspects else ():
             if any(token in text for text in suspects):

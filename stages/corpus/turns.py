@@ -135,7 +135,10 @@ class Turns:
         if (tools and not knows.tools) or (asks and not knows.calls):
             if self._policy.unknown_tools == "reject":
                 raise RowFault("template knows no tools")
-            plain = _tools_as_text(plain, () if knows.tools else tools, knows.calls)
+            try:
+                plain = _tools_as_text(plain, () if knows.tools else tools, knows.calls)
+            except RecursionError as error:
+                raise RowFault("nested too deeply", str(error)) from error
         return plain, [_wrapped(t) for t in tools] if knows.tools else []
 
     def _turn(self, plain: list[Message], k: int, tools: list[dict[str, Any]]) -> Turn | None:

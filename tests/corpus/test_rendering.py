@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,33 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(renderer: Renderer) 
         {"role": "assistant", "content": "done"},
     ]
     calls, done = supervised(renderer, one(renderer, turns))
-    assert '{"arguments": {"a": 1}, "name": "f"}' in calls and done == "done"
+    assert calls == "f(a=1)" and done == "done"
+
+
+def test_calls_are_written_as_the_offer_of_tools_asks_for_them(renderer: Renderer) -> None:
+    calls = [
+        {"type": "function", "function": {"name": "f", "arguments": {"b": "x\ny", "a": [1, None]}}},
+        {"type": "function", "function": {"name": "g", "arguments": {}}},
+    ]
+    turns = [U, {"role": "assistant", "content": "So:", "tool_calls": calls}]
+    row = one(renderer, turns, [{"name": "f"}])
+    assert "one a line: name(argument=value)." in renderer.text(row.ids)
+    assert supervised(renderer, row) == ['So:\nf(a=[1, null], b="x\\ny")\ng()']
+
+
+@pytest.mark.parametrize("depth", range(930, 1000, 10))
+def test_tools_and_calls_nested_beyond_what_json_can_write_are_one_rows_fault(renderer: Renderer, depth: int) -> None:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    tool = {"name": "f", "parameters": {"properties": {"a": {"default": value}}}}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": value}}}
+    for messages, tools in (([U, A], [tool]), ([U, {**A, "tool_calls": [call]}], [])):
+        (made,) = renderer.given_many([(messages, tools)])
+        assert isinstance(made, list) or made.reason == "nested too deeply"
+        with contextlib.suppress(RowFault):
+            renderer.check_text(messages, tools)
+    assert depth < 990 or isinstance(made, RowFault)
 
 
 def test_tools_are_offered_as_text_to_a_template_that_knows_none(renderer: Renderer) -> None:
