@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from stages.corpus.spool import Candidate, Given
 
 if TYPE_CHECKING:
     from stages.contracts.params import Prepare, Source
+
+_LONG_ANSWERS = re.compile(rb"\x01{24,}")  # of fewer tokens none is called a loop
 
 
 def asked(item: Item, prepare: Prepare, renderer: Renderer) -> Candidate:
@@ -40,7 +43,7 @@ def asked_row(item: Item, ids: npt.ArrayLike, prepare: Prepare) -> Candidate:
 def given_rows(
     item: Item, rows: Sequence[GivenRow], prepare: Prepare, end_ids: frozenset[int]
 ) -> list[Candidate | Reject]:
-    """Rows with the answers they came with; beyond max_row_tokens a row is cut and counts as capped. A conversation's rows
+    """Rows with the answers they came with; beyond max_row_tokens a row is cut, and counts as capped where an answer was. A conversation's rows
     keep to one side of the split, that of its first prompt."""
     first = rows[0]
     side = prompt_id(first.ids[: first.prompt_tokens])
@@ -93,17 +96,22 @@ def _cut(
     if not has_supervised_pair(learnt):
         return Reject(item, "no supervised pair", f"{sum(learnt)} answer tokens within {prepare.max_row_tokens}")
     kept = ids[: prepare.max_row_tokens]
-    whole = Given(kept, learnt, len(ids) > len(kept), row_id(kept, learnt), _loops(kept, learnt, end_ids))
+    cut = (
+        mask.find(1, prepare.max_row_tokens) >= 0
+    )  # of padding, or a question behind the last answer, nothing is learnt
+    whole = Given(kept, learnt, cut, row_id(kept, learnt), _loops(kept, learnt, end_ids))
     return _make(item, side, kept[: learnt.index(1)], messages, prepare, whole)
 
 
 def _loops(ids: npt.NDArray[np.int32], mask: bytes, end_ids: frozenset[int]) -> bool:
-    """Whether the last answer of a row loops."""
-    stop = mask.rindex(1) + 1
-    answer = ids[mask.rfind(0, 0, stop) + 1 : stop]
-    for end in end_ids:
-        answer = answer[answer != end]
-    return repeats_itself(answer)
+    """Whether an answer of a row loops."""
+    for run in _LONG_ANSWERS.finditer(mask):
+        answer = ids[run.start() : run.end()]
+        for end in end_ids:
+            answer = answer[answer != end]
+        if repeats_itself(answer):
+            return True
+    return False
 
 
 def _make(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,7 @@ class AddedTokens:
         self.ids = {str(token): number for number, token in added.items()}
         bare = not any(t.lstrip or t.rstrip or t.single_word or t.normalized for t in added.values())
         self.exact = bool(self.ids) and bare and _is_byte_level(backend)
-        texts = sorted(self.ids, key=len, reverse=True)
-        common = _opening(texts)  # the search for a plain prefix is many times as fast as one for a choice
-        rests = "|".join(re.escape(t[len(common) :]) for t in texts)
-        self.pattern = re.compile(f"{re.escape(common)}(?:{rests})")
+        self.pattern = pattern_of(self.ids)
         self._known = np.zeros(max(self.ids.values(), default=-1) + 2, bool)  # the last slot stands for all higher ids
         self._known[list(self.ids.values())] = True
 
@@ -68,6 +65,14 @@ class Placed:
         """How many ids stand before character `end` where an added token ends there; None where none does."""
         count = bisect_right(self._ends, end)
         return self._at[count - 1] + 1 if count and self._ends[count - 1] == end else None
+
+
+def pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds the longest of some texts."""
+    longest = sorted(texts, key=len, reverse=True)
+    common = _opening(longest)  # the search for a plain prefix is many times as fast as one for a choice
+    rests = "|".join(re.escape(t[len(common) :]) for t in longest)
+    return re.compile(f"{re.escape(common)}(?:{rests})")
 
 
 def _opening(texts: Sequence[str]) -> str:

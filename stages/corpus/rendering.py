@@ -18,17 +18,18 @@ import contextlib
 import datetime
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stages.contracts.errors import DataError
 from stages.corpus.by_word import Ids
 from stages.corpus.items import Message, RowFault
 from stages.corpus.reasoning import beyond_thought
 from stages.corpus.template import Encoded, Template
-from stages.corpus.turns import Plan, Turn, Turns
+from stages.corpus.turns import Plan, Turn, Turns, texts_of
 
 if TYPE_CHECKING:
     from stages.contracts.params import Rendering
@@ -76,22 +77,26 @@ class Renderer:
         self._template = Template(
             folder, rendering.template_arguments, date, words_once=rendering.tokenise == "by_word"
         )
-        self._turns = Turns(self._template, rendering)
         tokenizer = self._template.tokenizer
         self.end_ids = _end_ids(folder, tokenizer)
+        self._turns = Turns(self._template, rendering, self.end_ids)
         self.bos_id: int | None = tokenizer.bos_token_id
         self._control = self._template.special
         self._suspect = re.compile("|".join(sorted({re.escape(token[:2]) for token in self._control})) or r"(?!)")
 
     def check_text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> None:
-        """Look for the text of special tokens in what users, systems and tools say: as ids it would end a turn or open one.
+        """Look for the text of special tokens in what users, systems and tools say, names and ids included: as ids it
+        would end a turn or open one. What answers say is seen where they are rendered (turns.py).
 
         Raises:
-            RowFault: with the token found.
+            RowFault: with the token found; or tools are nested too deeply.
         """
-        said = [m["content"] for m in messages if m["role"] != "assistant"]
+        said = [text for m in messages if m["role"] != "assistant" for text in texts_of(m)]
         if tools:
-            said.append(json.dumps(list(tools), ensure_ascii=False))
+            try:
+                said.append(json.dumps(list(tools), ensure_ascii=False))
+            except RecursionError as error:
+                raise RowFault("nested too deeply", str(error)) from error
         suspects = [text for text in said if self._suspect.search(text)]
         for token in self._control if suspects else ():
             if any(token in text for text in suspects):
@@ -168,14 +173,22 @@ class Renderer:
         return tuple(Rendered(tuple(r.ids.tolist()), tuple(r.mask), r.messages) for r in row)
 
     def given_many(
-        self, conversations: Sequence[tuple[Sequence[Message], Sequence[dict[str, Any]]]]
+        self,
+        conversations: Sequence[tuple[Sequence[Message], Sequence[dict[str, Any]]]],
+        where: Callable[[int], str] = "conversation {}".format,
     ) -> list[list[GivenRow] | RowFault]:
-        """What `given` gives or raises of each, tokenised together.
+        """What `given` gives or raises of each, tokenised together. `where`: what an error calls a conversation.
 
         Raises:
             DataError: a mask cannot be derived from the template.
         """
-        planned = [self._turns.plan(messages, tools) for messages, tools in conversations]
+        planned: list[Plan | RowFault] = []
+        for i, (messages, tools) in enumerate(conversations):
+            try:
+                planned.append(self._turns.plan(messages, tools))
+            except DataError as error:
+                place = f"{where(i)}, {error.where}"
+                raise DataError(error.what, where=place, expected=error.expected, got=error.got, do=error.do) from error
         texts = [run[-1].whole for plan in planned if isinstance(plan, Plan) for run in plan.runs]
         ids = iter(self._template.encode_many(texts))
         made: list[list[GivenRow] | RowFault] = []

@@ -1,17 +1,19 @@
 """Rows in the layouts people keep them, as one: messages with `role` and `content`, tools, and rows that stand ready.
 
-    openai           messages (or conversations) of role and content, tool_calls, tool results, reasoning_content
+    openai           messages (or conversations) of role and content, tool_calls, tool results, reasoning_content;
+                     an answer of weight 0 is not learnt
     sharegpt         conversations of from and value
-    alpaca           instruction, input, output (and history)
+    alpaca           instruction, input or context, output (and history)
     prompt_response  prompt and response, question and answer, as text or as messages
     text             text that the chat template already wrote; `spans` tells where the answers stand
-    tokens           input_ids, with loss_mask, labels (-100: not supervised) or assistant_masks
+    tokens           input_ids, with loss_mask, labels (-100: not supervised) or assistant_masks; attention_mask 0: padding
 
 The shape is told row by row, from the row's keys. Keys that a row lacks stay absent.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,6 +32,7 @@ _ROLES_OF = {
     "function_response": "tool", "observation": "tool",
 }  # fmt: skip
 _TEXT_PARTS, _THOUGHT_PARTS = ("text", "input_text", "output_text"), ("thinking", "reasoning")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 _UNSUPERVISED = -100
 
 
@@ -94,36 +97,52 @@ def _the_one(item: str, row: dict[str, Any], turns: dict[str, list[Any]]) -> tup
 def _conversation(item: str, row: dict[str, Any], turns: list[Any]) -> tuple[Shape, Item]:
     foreign = bool(turns) and isinstance(turns[0], dict) and "from" in turns[0] and "role" not in turns[0]
     messages = [_message(turn) for turn in turns]
-    if _text_of(row, "system") and not any(m.get("role") == "system" for m in messages):
-        messages.insert(0, {"role": "system", "content": row["system"]})
+    if system := _text_of(row, "system"):
+        _lead_with(messages, system)
     return "sharegpt" if foreign else "openai", Item(item, tuple(messages), _tools(row))
+
+
+def _lead_with(messages: list[Message], system: str) -> None:
+    """Put the system prompt that a row holds beside its messages in front of them."""
+    own = [m.get("content") for m in messages if m.get("role") == "system"]
+    if own and system not in own:
+        raise RowFault("two system prompts", "`system` says something else than the system message: drop one of them")
+    if not own:
+        messages.insert(0, {"role": "system", "content": system})
 
 
 def _pair(item: str, row: dict[str, Any]) -> tuple[Shape, Item]:
     shape: Shape = "alpaca" if "instruction" in row else "prompt_response"
     asked = next(row[k] for k in _PROMPT_KEYS if isinstance(row.get(k), str | list))
     answer = next((row[k] for k in _ANSWER_KEYS if isinstance(row.get(k), str | list)), None)
-    messages = [{"role": "system", "content": row["system"]}] if _text_of(row, "system") else []
+    messages: list[Message] = []
     history = row.get("history") or []
     for turn in history if isinstance(history, list) else [history]:
         if not (isinstance(turn, list) and len(turn) == 2):
             raise RowFault("unknown layout", "`history` is not a list of [question, answer]")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    if isinstance(asked, list):
-        messages += [_message(turn) for turn in asked]
+    given, context = _text_of(row, "input"), _text_of(row, "context")
+    if not isinstance(asked, list):
+        context = "" if context in asked else context
+        messages.append({"role": "user", "content": "\n\n".join([asked, *filter(None, (given, context))])})
+    elif given or context:
+        raise RowFault("unknown layout", "`input` or `context` beside a prompt of messages")
     else:
-        parts = [asked, row["input"]] if _text_of(row, "input") else [asked]
-        messages.append({"role": "user", "content": "\n\n".join(parts)})
+        messages += [_message(turn) for turn in asked]
     if isinstance(answer, list):
         messages += [_message(turn) for turn in answer]
     elif answer is not None:
         messages.append({"role": "assistant", "content": answer})
+    if system := _text_of(row, "system"):
+        _lead_with(messages, system)
     return shape, Item(item, tuple(messages), _tools(row))
 
 
 def _text_of(row: dict[str, Any], key: str) -> str:
-    value = row.get(key)
-    return value if isinstance(value, str) else ""
+    value = row.get(key) or ""
+    if not isinstance(value, str):
+        raise RowFault("unknown layout", f"`{key}` is a {type(value).__name__}, not text")
+    return value
 
 
 def _message(turn: Any) -> Message:
@@ -135,13 +154,13 @@ def _message(turn: Any) -> Message:
     message = dict(turn)
     if message.get("role") == "function":
         message["role"] = "tool"
-    if message.get("function_call"):
-        message["tool_calls"] = [message.pop("function_call")]
-    for empty in ("tool_calls", "function_call", "reasoning_content", "reasoning"):
+    for empty in ("tool_calls", "function_call", *_REASONING):
         if empty in message and not message[empty]:
             del message[empty]
-    if isinstance(message.get("reasoning"), str):
-        message.setdefault("reasoning_content", message.pop("reasoning"))
+    if "function_call" in message:
+        _old_call(message)
+    if not message.keys().isdisjoint(_REASONING):
+        _name_reasoning(message)
     if isinstance(message.get("content"), list):
         _join_parts(message)
     if "tool_calls" in message:
@@ -153,6 +172,37 @@ def _message(turn: Any) -> Message:
     return message
 
 
+def _old_call(message: Message) -> None:
+    """`function_call` as a tool call, which it may stand beside once more.
+
+    Raises:
+        RowFault: it is another call than that.
+    """
+    old = _call(message.pop("function_call"))
+    calls = message.setdefault("tool_calls", [old])
+    if not isinstance(calls, list) or [_call(c)["function"] for c in calls] != [old["function"]]:
+        raise RowFault("unknown layout", "`function_call` beside other `tool_calls`")
+
+
+def _name_reasoning(message: Message) -> None:
+    """Put reasoning under `reasoning_content`, parts of text as one.
+
+    Raises:
+        RowFault: it is no text, or says one thing under one name and another under the next.
+    """
+    for name in _REASONING:
+        if isinstance(message.get(name), list | dict):
+            texts = [_part(p)[1] for p in message[name]] if isinstance(message[name], list) else [None]
+            if None in texts:
+                raise RowFault("reasoning is not text", f"`{name}` is a {type(message[name]).__name__}")
+            message[name] = "\n".join(t for t in texts if t is not None)
+    told = {message[name] for name in _REASONING if isinstance(message.get(name), str)}
+    if len(told) > 1:
+        raise RowFault("two reasonings", f"{', '.join(n for n in _REASONING if n in message)} differ")
+    if isinstance(message.get("reasoning"), str):
+        message["reasoning_content"] = message.pop("reasoning")
+
+
 def _sharegpt(turn: dict[str, Any]) -> Message:
     said, value = str(turn["from"]), turn.get("value")
     if said == "function_call":
@@ -162,22 +212,34 @@ def _sharegpt(turn: dict[str, Any]) -> Message:
             raise RowFault("tool arguments are not JSON", str(error)) from error
         calls = calls if isinstance(calls, list) else [calls]
         return {"role": "assistant", "content": "", "tool_calls": [_call(call) for call in calls]}
-    return {"role": _ROLES_OF.get(said, said), "content": value}
+    message = {"role": _ROLES_OF.get(said, said), "content": value}
+    return {**message, "weight": 0} if turn.get("weight") == 0 else message
 
 
 def _join_parts(message: Message) -> None:
     """Text parts become one text, a space between two, as SGLang joins them for templates that know no parts."""
     texts, thoughts = [], []
     for part in message["content"]:
-        kind = part.get("type", "text") if isinstance(part, dict) else "text" if isinstance(part, str) else "unknown"
-        known = kind in (*_TEXT_PARTS, *_THOUGHT_PARTS)
-        text = part if isinstance(part, str) else part.get("text", part.get(kind)) if known else None
-        if not isinstance(text, str) or not known:
-            raise RowFault("content is not text", f"{message.get('role')}: a part of type {kind}"[:80])
+        kind, text = _part(part)
+        if text is None:
+            raise RowFault("content is not text", _shown(f"{message.get('role')}: a part of type {kind}"[:80]))
         (thoughts if kind in _THOUGHT_PARTS else texts).append(text)
     message["content"] = " ".join(texts)
-    if thoughts:
-        message.setdefault("reasoning_content", "\n".join(thoughts))
+    if thoughts and message.setdefault("reasoning_content", thought := "\n".join(thoughts)) != thought:
+        raise RowFault("two reasonings", "`reasoning_content` and the parts of `content` differ")
+
+
+def _part(part: Any) -> tuple[Any, str | None]:
+    """The type of a part and its text; None where it is no text."""
+    kind = part.get("type", "text") if isinstance(part, dict) else "text" if isinstance(part, str) else "unknown"
+    known = kind in (*_TEXT_PARTS, *_THOUGHT_PARTS)
+    text = part if isinstance(part, str) else part.get("text", part.get(kind)) if known else None
+    return kind, text if isinstance(text, str) else None
+
+
+def _shown(text: str) -> str:
+    """Text of a row as it can be written: lone surrogates are spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -186,6 +248,8 @@ def _call(call: Any) -> dict[str, Any]:
         raise RowFault("unknown layout", f"a tool call is a {type(call).__name__}")
     inner = call.get("function")
     function: dict[str, Any] = inner if isinstance(inner, dict) else call
+    if not isinstance(name := function.get("name"), str) or not name.strip():
+        raise RowFault("unknown layout", "a tool call names no function")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
@@ -197,8 +261,8 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _tools(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    tools = row.get("tools", row.get("functions"))
-    if tools is None or tools == "":
+    tools = next((row[k] for k in ("tools", "functions") if row.get(k) not in (None, "", "[]", [])), None)
+    if tools is None:
         return ()
     listed = _listed(tools)
     if listed is None or not all(_is_schema(t) for t in listed):
@@ -232,10 +296,12 @@ def _text(item: str, row: dict[str, Any]) -> Ready:
 
 
 def _tokens(item: str, row: dict[str, Any]) -> Ready:
-    ids = _whole_numbers(row["input_ids"], "input_ids")
+    ids, attended = _whole_numbers(row["input_ids"], "input_ids"), _attended(row)
+    if attended is not None and len(attended) != len(ids):
+        raise RowFault("mask of another length", f"{len(attended)} of `attention_mask` for {len(ids)} ids")
     key = next((k for k in _MASKS if isinstance(row.get(k), list)), None)
     if key is None:
-        return Ready(item, (), ids=ids)
+        return Ready(item, (), ids=_kept(ids, attended))
     mask = _whole_numbers(row[key], key)
     if len(mask) != len(ids):
         raise RowFault("mask of another length", f"{len(mask)} of `{key}` for {len(ids)} ids")
@@ -248,7 +314,22 @@ def _tokens(item: str, row: dict[str, Any]) -> Ready:
         mask = tuple(int(b != _UNSUPERVISED) for b in mask)
     if any(m not in (0, 1) for m in mask):
         raise RowFault("mask holds other than 0 and 1", f"`{key}`")
-    return Ready(item, (), ids=ids, mask=mask)
+    return Ready(item, (), ids=_kept(ids, attended), mask=_kept(mask, attended))
+
+
+def _attended(row: dict[str, Any]) -> tuple[int, ...] | None:
+    """A row's attention mask: 0 where it is padding."""
+    if not isinstance(row.get("attention_mask"), list):
+        return None
+    attended = _whole_numbers(row["attention_mask"], "attention_mask")
+    if any(a not in (0, 1) for a in attended):
+        raise RowFault("mask holds other than 0 and 1", "`attention_mask`")
+    return attended
+
+
+def _kept(values: tuple[int, ...], attended: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Those that are no padding."""
+    return values if attended is None or 0 not in attended else tuple(itertools.compress(values, attended))
 
 
 def _whole_numbers(values: list[Any], key: str) -> tuple[int, ...]:

@@ -42,12 +42,10 @@ class Skeletons:
         return None if whole is None or whole != self._own_text(messages, False) else whole
 
     def _own_text(self, messages: Sequence[Message], generation: bool) -> str | None:
-        from jinja2.exceptions import TemplateError
-
         assert self._alone is not None
         try:
             return self._alone.render(messages=messages, add_generation_prompt=generation, **self._variables)
-        except (TemplateError, TypeError, RecursionError):
+        except Exception:  # noqa: BLE001  the template's own, which the rendering turn by turn tells
             return None
 
     def opening(self, messages: Sequence[Message], count: int, *, generation: bool) -> str | None:

@@ -116,7 +116,9 @@ class Taker:
     def _rendered(self, items: Sequence[Item], source: Source) -> list[_Outcome | RowFault]:
         prepare = self._prepare
         if source.answers == "given":
-            given = self._renderer.given_many([(item.messages, item.tools) for item in items])
+            given = self._renderer.given_many(
+                [(item.messages, item.tools) for item in items], lambda i: f"source {source.name}, {items[i].item}"
+            )
             return [
                 rows if isinstance(rows, RowFault) else given_rows(item, rows, prepare, self._renderer.end_ids)
                 for item, rows in zip(items, given, strict=True)

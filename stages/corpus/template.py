@@ -8,9 +8,10 @@ do not write it, or the reverse, are common.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from stages.contracts.errors import DataError, ParamsError
 from stages.corpus.by_word import ByWord, Ids, by_word, encode_whole
 from stages.corpus.items import Message, RowFault
 from stages.corpus.marks import AddedTokens
+from stages.corpus.reasoning import CLOSE, OPEN
 from stages.corpus.skeleton import Skeletons
 
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1")
@@ -31,12 +33,14 @@ _USER = {"role": "user", "content": "hi"}
 
 @dataclass(frozen=True)
 class Knows:
-    """What a template writes when it is given it. roles: of messages whose content it writes."""
+    """What a template writes when it is given it. roles: of messages whose content it writes; only_first: those of them
+    that it passes over in silence but for a conversation's first message."""
 
     tools: bool
     calls: bool
     reasoning: bool
     roles: frozenset[str]
+    only_first: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -200,12 +204,32 @@ class Template:
             calls=self._writes([_USER, asked]),
             reasoning=self._writes([_USER, thought]) or self._writes([_USER, {**thought, "tool_calls": [plain]}]),
             roles=frozenset(roles),
+            only_first=frozenset(r for r in roles & {"system", "developer"} if self._passes_over_late(r)),
         )
+
+    def turn_tokens(self, end_ids: Iterable[int]) -> frozenset[str]:
+        """The special tokens that open and end turns: what the template writes around plain messages, and `end_ids`. Tags
+        of reasoning are an answer's own, and so are the tokens of tool calls."""
+        yes, system = {"role": "assistant", "content": "yes"}, {"role": "system", "content": "Zero."}
+        result = {"role": "tool", "content": "2", "tool_call_id": "functions.f:0", "name": "f"}
+        found = {self._added[i] for i in end_ids if i in self._added}
+        for messages in ([_USER], [_USER, yes, _USER, yes], [system, _USER, yes], [_USER, result]):
+            with contextlib.suppress(RowFault):  # a template without a role says so in this way
+                text = self.text(messages, (), generation=messages[-1] is not yes)
+                found.update(token for token in self.special if token in text)
+        return frozenset(found - {OPEN, CLOSE})
 
     def _writes(self, messages: list[Message], tools: Sequence[dict[str, Any]] = ()) -> bool:
         try:
             return _PROBE in self.text(messages, tools, generation=False)
         except RowFault:
+            return False
+
+    def _passes_over_late(self, role: str) -> bool:
+        late = [_USER, {"role": "assistant", "content": "yes"}, {"role": role, "content": _PROBE}, _USER]
+        try:
+            return _PROBE not in self.text(late, (), generation=False)
+        except RowFault:  # rows that have one are rejected in the template's own words
             return False
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], **how: Any) -> Any:
@@ -216,6 +240,8 @@ class Template:
             return self.tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **told)
         except (TemplateError, TypeError, RecursionError) as error:
             raise RowFault("template refuses", str(error)) from error
+        except Exception as error:  # a template may call anything on a text, with that call's own errors
+            raise RowFault("template refuses", f"{type(error).__name__}: {error}") from error
 
     def _source(self, tools: Sequence[dict[str, Any]]) -> str:
         return str(self.tokenizer.get_chat_template(None, list(tools) or None))

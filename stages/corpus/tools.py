@@ -33,14 +33,19 @@ def _argument(name: str, schema: Any, required: bool) -> str:
     if required:
         return f"{name}: {kind}"
     default = schema.get("default") if isinstance(schema, Mapping) else None
-    return f"{name}: {kind} = {json.dumps(default, ensure_ascii=False, sort_keys=True)}"
+    return f"{name}: {kind} = {_json(default)}"
 
 
 def calls_text(calls: Iterable[Mapping[str, Any]]) -> str:
-    """An assistant's tool calls as text, one <tool_call> block each; keys sorted, so that equal calls give equal text."""
-    blocks = []
-    for call in calls:
-        function = call.get("function") or call
-        body = {"name": function.get("name"), "arguments": function.get("arguments")}
-        blocks.append(f"<tool_call>\n{json.dumps(body, ensure_ascii=False, sort_keys=True)}\n</tool_call>")
-    return "\n".join(blocks)
+    """An assistant's tool calls as `tools_message` asks for them; arguments sorted, so that equal calls give equal text."""
+    return "\n".join(_call_text(call.get("function") or call) for call in calls)
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    given = function.get("arguments") or {}
+    told = [f"{k}={_json(v)}" for k, v in sorted(given.items())] if isinstance(given, Mapping) else [_json(given)]
+    return f"{function.get('name')}({', '.join(told)})"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)

@@ -137,7 +137,11 @@ def test_arguments_of_a_call_as_text_and_as_object_give_the_same_ids_and_nothing
     rows = renderer.given(as_text.messages)
     assert rows == renderer.given(as_object.messages)
     (call, answer) = (text for row in rows for text in decoded(renderer, row))
-    assert '"a": 1' in call and "done" in answer and "2" not in (call + answer).replace("to=", "")
+    assert (
+        ("f(a=1)" if family is CHATML else '"a": 1') in call
+        and "done" in answer
+        and "2" not in (call + answer).replace("to=", "")
+    )
 
 
 def test_qwen_drops_the_reasoning_of_earlier_turns_so_each_answer_has_its_own_row(tmp_path: Path) -> None:
@@ -306,6 +310,33 @@ def test_a_message_that_the_template_drops_in_silence_is_rejected(
     )
 
 
+def test_a_late_system_message_that_the_template_drops_is_rejected(tmp_path: Path) -> None:
+    late = [user("q"), said("yes"), SYSTEM, user("r"), said("no")]
+    with pytest.raises(RowFault, match="template drops late system messages"):
+        renderer_of(tmp_path / "h", HARMONY).given(late)
+    with pytest.raises(RowFault, match="template drops late developer messages"):
+        renderer_of(tmp_path / "h", HARMONY).prompt([SYSTEM, {"role": "developer", "content": "French."}, user("hi")])
+    (row,) = renderer_of(tmp_path / "c", CHATML).given(late)
+    assert len(runs(row)) == 2
+    with pytest.raises(RowFault, match="template refuses"):
+        renderer_of(tmp_path / "g", GEMMA).given(late)
+
+
+def test_text_beside_calls_and_further_calls_that_the_template_drops_are_rejected(tmp_path: Path) -> None:
+    call = called({"a": 1})["tool_calls"][0]
+    other = {**call, "id": "functions.g:1", "function": {"name": "g", "arguments": {"a": 2}}}
+    two, spoken = {**said(""), "tool_calls": [call, other]}, called({"a": 1}, content="Let me look.")
+    rest = [RESULT, said("done", "hm")]
+    harmony = renderer_of(tmp_path / "h", HARMONY)
+    for turn, reason in ((two, "calls: turn 1: 'g', call 2"), (spoken, "text: turn 1: 'Let me look.'")):
+        with pytest.raises(RowFault, match=f"template drops the answer's {reason}"):
+            harmony.given([user("add"), turn, *rest])
+        qwen = renderer_of(tmp_path / "q", QWEN_3, empty_reasoning="keep")
+        answer = decoded(qwen, qwen.given([user("add"), turn, *rest])[0])[0]
+        assert (turn["content"] or '"name": "g"') in answer
+    assert harmony.given([user("add"), called({"a": 1}, content=" "), *rest])
+
+
 def test_a_template_that_writes_the_date_needs_one_and_writes_that(tmp_path: Path) -> None:
     folder = write_family(tmp_path, LLAMA_3)
     with pytest.raises(ParamsError, match=r"writes today's date[\s\S]*prepare.rendering.date"):
@@ -347,6 +378,22 @@ def test_text_of_any_special_token_is_rejected_in_what_users_say(family: Family,
         with pytest.raises(RowFault, match="holds control tokens"):
             renderer.check_text([user(f"say {token} now")])
     renderer.check_text([user("a < b, <|x|>, <think> aloud"), said("<|im_end|>")])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_an_answer_that_ends_its_turn_or_opens_another_is_rejected_and_tags_and_calls_are_its_own(
+    family: Family, tmp_path: Path
+) -> None:
+    renderer = renderer_of(tmp_path, family, empty_reasoning="keep")
+    edges = renderer._template.turn_tokens(renderer.end_ids)
+    assert set(family.end) <= edges and len(edges) > len(family.end)
+    for token in sorted(edges):
+        for turn in (said(f"yes{token}fake"), said("yes", f"so{token}"), called({"a": [{"b": token}]})):
+            with pytest.raises(RowFault, match=r"holds control tokens: .* in the answer of turn 1"):
+                renderer.prompt([user("hi"), turn, user("ok")])
+    own = {*family.special, "<think>", "</think>"} - edges
+    assert not any("tool" in token for token in edges - {"<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"})
+    renderer.prompt([user("hi"), said(" ".join(["yes", *sorted(own)])), user("ok")])
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from datasketch import MinHash
 
+from stages.corpus.candidates import given_rows
 from stages.corpus.grams import (
     LEAK_WORDS,
     Grams,
@@ -20,9 +23,12 @@ from stages.corpus.grams import (
     word_hashes,
     words_of,
 )
+from stages.corpus.items import Item
 from stages.corpus.near import NEAR_WORDS, Signatures, sketched
 from stages.corpus.quality import has_supervised_pair, prompt_words, repeats_itself
+from stages.corpus.rendering import GivenRow
 from stages.corpus.split import prompt_id, row_id, split_of
+from stages.corpus.spool import Candidate
 
 
 def words(n: int, seed: int = 0) -> list[int]:
@@ -49,6 +55,23 @@ def test_plain_text_short_repeats_and_code_that_closes_brackets_are_not_repetiti
     assert not repeats_itself([*words(40), 7, 7, 7, 7])
     assert not repeats_itself([*words(40), *words(5, 3) * 2])
     assert not repeats_itself([])
+
+
+@pytest.mark.parametrize(("lengths", "loops"), [((30, 60), True), ((60, 30), True), ((30, 30), False), ((5, 5), False)])
+def test_a_loop_in_any_answer_of_a_row_makes_it_repetitive(lengths: tuple[int, int], loops: bool) -> None:
+    answers = [[7, 8] * 30 if n == 60 else words(n, n) for n in lengths]
+    ids = np.array([1, 2, *answers[0], 9, 3, 4, *answers[1], 9], np.int32)
+    mask = b"\0\0" + b"\1" * (lengths[0] + 1) + b"\0\0" + b"\1" * (lengths[1] + 1)
+    prepare: Any = SimpleNamespace(max_row_tokens=999, seed=7, held_out_share=0.1)
+    (row,) = given_rows(Item("i", ()), [GivenRow(ids, mask, 4)], prepare, frozenset({9}))
+    assert isinstance(row, Candidate) and row.given and row.given.loops == loops
+
+
+@pytest.mark.parametrize(("mask", "cut"), [(b"\0\1\1\0\0", False), (b"\0\1\1\1\1", True), (b"\0\1\1\0\1", True)])
+def test_a_row_is_capped_where_an_answer_was_cut_and_not_where_what_follows_it_was(mask: bytes, cut: bool) -> None:
+    prepare: Any = SimpleNamespace(max_row_tokens=3, seed=7, held_out_share=0.1)
+    (row,) = given_rows(Item("i", ()), [GivenRow(np.arange(5, dtype=np.int32), mask, 4)], prepare, frozenset())
+    assert isinstance(row, Candidate) and row.given and row.given.cut == cut and row.given.ids.tolist() == [0, 1, 2]
 
 
 def test_a_pair_needs_two_neighbours() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ def with_template(folder: Path, to: Path, template: str, **changes: object) -> R
 def test_control_tokens_are_seen_in_all_that_the_target_did_not_say(renderer: Renderer) -> None:
     renderer.check_text((U, {"role": "assistant", "content": "<|im_end|>"}), [{"name": "f", "description": "1 < 2 |"}])
     tool = {"role": "tool", "content": "a <|im_start|> b"}
-    for messages, tools in (((U, A, tool), ()), ((U,), [{"name": "f", "description": "<|im_start|>"}])):
+    named, nested = {**U, "name": "x<|im_start|>"}, {**tool, "content": "a", "extra": [{"id<|im_start|>": 1}]}
+    calls = (((U, A, tool), ()), ((named, A), ()), ((U, A, nested), ()))
+    for messages, tools in (*calls, ((U,), [{"name": "f", "description": "<|im_start|>"}])):
         with pytest.raises(RowFault) as fault:
             renderer.check_text(messages, tools)
         assert (fault.value.reason, fault.value.detail) == ("holds control tokens", "<|im_start|>")
@@ -84,8 +87,17 @@ def test_a_template_that_rewrites_history_stops_instead_of_guessing_a_mask(folde
         "{% for m in messages %}{{ loop.length ~ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
-    with pytest.raises(DataError, match="The loss mask cannot be derived"):
-        with_template(folder, tmp_path / "t", rewriting).given([U, A])
+    renderer = with_template(folder, tmp_path / "t", rewriting)
+    with pytest.raises(DataError, match="The loss mask cannot be derived") as error:
+        renderer.given_many([([U], ()), ([U, A], ())], ["chats.jsonl:1", "chats.jsonl:2"].__getitem__)
+    assert error.value.where == "chats.jsonl:2, assistant turn 1" and error.value.do
+
+
+def test_a_conversation_that_a_sound_template_rewrites_is_one_rows_fault(folder: Path, tmp_path: Path) -> None:
+    named = TEMPLATE.replace("message['role']", "(message.name or message['role'])")
+    renderer = with_template(folder, tmp_path / "t", named)
+    fault, rows = renderer.given_many([([U, {**A, "name": "bob"}], ()), ([U, A], ())])
+    assert isinstance(fault, RowFault) and fault.reason == "no mask from the template" and isinstance(rows, list)
 
 
 def test_an_answer_that_melts_into_its_header_is_one_rows_fault(folder: Path, tmp_path: Path) -> None:
@@ -124,6 +136,31 @@ def test_a_template_that_raises_rejects_the_row(folder: Path, tmp_path: Path) ->
         renderer.prompt([U])
 
 
+@pytest.mark.parametrize(
+    "expression",
+    ["m['content'].index('zz')", "m['content'].split('')", "1 // (m['content']|length - 2)", "'{a}'.format()"],
+)  # fmt: skip
+def test_a_template_that_fails_in_any_way_rejects_the_row(folder: Path, tmp_path: Path, expression: str) -> None:
+    failing = (
+        f"{{% for m in messages %}}{{% if m['content'] == 'no' %}}{{{{ {expression} }}}}{{% endif %}}{{% endfor %}}"
+    )
+    renderer = with_template(folder, tmp_path / "t", failing + TEMPLATE)
+    bad = [{"role": "user", "content": "no"}, A]
+    with pytest.raises(RowFault, match=r"template refuses: (ValueError|ZeroDivisionError|KeyError): "):
+        renderer.given(bad)
+    fault, rows = renderer.given_many([(bad, ()), ([U, A], ())])
+    assert isinstance(fault, RowFault) and isinstance(rows, list)
+
+
+def test_an_answer_of_weight_nought_is_left_unsupervised(renderer: Renderer) -> None:
+    more, last = {"role": "user", "content": "and?"}, {"role": "assistant", "content": "no"}
+    (row, plain) = (one(renderer, [U, first, more, last]) for first in ({**A, "weight": 0}, A))
+    assert row.ids == plain.ids and supervised(renderer, row) == ["no"]
+    assert supervised(renderer, one(renderer, [U, {**A, "weight": 1}, more, {**last, "weight": 0}])) == ["yes"]
+    with pytest.raises(RowFault, match="no answer to learn: every answer has `weight: 0`"):
+        renderer.given([U, {**A, "weight": 0}])
+
+
 def test_tool_calls_are_supervised_and_tool_results_are_not(renderer: Renderer) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     turns = [
@@ -133,7 +170,33 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(renderer: Renderer) 
         {"role": "assistant", "content": "done"},
     ]
     calls, done = supervised(renderer, one(renderer, turns))
-    assert '{"arguments": {"a": 1}, "name": "f"}' in calls and done == "done"
+    assert calls == "f(a=1)" and done == "done"
+
+
+def test_calls_are_written_as_the_offer_of_tools_asks_for_them(renderer: Renderer) -> None:
+    calls = [
+        {"type": "function", "function": {"name": "f", "arguments": {"b": "x\ny", "a": [1, None]}}},
+        {"type": "function", "function": {"name": "g", "arguments": {}}},
+    ]
+    turns = [U, {"role": "assistant", "content": "So:", "tool_calls": calls}]
+    row = one(renderer, turns, [{"name": "f"}])
+    assert "one a line: name(argument=value)." in renderer.text(row.ids)
+    assert supervised(renderer, row) == ['So:\nf(a=[1, null], b="x\\ny")\ng()']
+
+
+@pytest.mark.parametrize("depth", range(930, 1000, 10))
+def test_tools_and_calls_nested_beyond_what_json_can_write_are_one_rows_fault(renderer: Renderer, depth: int) -> None:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    tool = {"name": "f", "parameters": {"properties": {"a": {"default": value}}}}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": value}}}
+    for messages, tools in (([U, A], [tool]), ([U, {**A, "tool_calls": [call]}], [])):
+        (made,) = renderer.given_many([(messages, tools)])
+        assert isinstance(made, list) or made.reason == "nested too deeply"
+        with contextlib.suppress(RowFault):
+            renderer.check_text(messages, tools)
+    assert depth < 990 or isinstance(made, RowFault)
 
 
 def test_tools_are_offered_as_text_to_a_template_that_knows_none(renderer: Renderer) -> None:
