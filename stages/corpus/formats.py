@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from stages.contracts.errors import DataError
 from stages.corpus.items import RowFault
 from stages.corpus.json_values import Record, elements, no_number, sound
 from stages.corpus.places import Blob
+from stages.corpus.shapes import ROW_KEYS
 
 Format = Literal["JSON lines", "JSON", "Parquet", "Arrow"]
 
@@ -28,6 +30,7 @@ _BOM = b"\xef\xbb\xbf"
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
+_WRAPPERS = ("data", "rows", "examples", "items", "instances")  # a JSON object that holds the rows in one list
 _FOREIGN = (
     (b"\xff\xfe", "UTF-16 text", "`iconv -f UTF-16 -t UTF-8 FILE > NEW`, and name the new file in `path`"),
     (b"\xfe\xff", "UTF-16 text", "`iconv -f UTF-16 -t UTF-8 FILE > NEW`, and name the new file in `path`"),
@@ -79,8 +82,8 @@ def open_rows(blob: Blob) -> Opened:
             new = blob.where + ".utf8"
             raise _strange(blob, kind, do.replace("FILE", blob.where).replace("NEW", new))
     if _is_one_value(head):
-        return Opened("JSON", packed, elements(blob, stream, MAX_LINE_BYTES))
-    return Opened("JSON lines", packed, _lines(blob, stream))
+        return Opened("JSON", packed, _unwrapped(head, elements(blob, stream, MAX_LINE_BYTES)))
+    return Opened("JSON lines", packed, _unwrapped(head, _lines(blob, stream)))
 
 
 def _peek(stream: BinaryIO) -> bytes:
@@ -121,6 +124,27 @@ def _is_one_value(head: bytes) -> bool:
             return True
         return not rest.strip()  # a whole array on its line: the only line holds rows, one of many is a line of its own
     return bool(newline) and first.rstrip().endswith((b"{", b",", b"[", b":"))
+
+
+def _unwrapped(head: bytes, records: Iterator[Record]) -> Iterator[Record]:
+    """Rows; where a file holds one object and nothing else, which is no row but has a list under one of a few names, those
+    of that list."""
+    if not head.removeprefix(_BOM).lstrip().startswith(b"{") or (first := next(records, None)) is None:
+        yield from records
+        return
+    rows = _wrapped(value_of(first[1]))
+    second = None if rows is None else next(records, None)
+    if rows is None or second is not None:
+        yield first
+        yield from records if second is None else itertools.chain([second], records)
+    else:
+        yield from enumerate(rows, 1)
+
+
+def _wrapped(value: Any) -> list[Any] | None:
+    if not isinstance(value, dict) or value.keys() & ROW_KEYS:
+        return None
+    return next((value[k] for k in _WRAPPERS if isinstance(value.get(k), list)), None)
 
 
 def _lines(blob: Blob, stream: BinaryIO) -> Iterator[Record]:

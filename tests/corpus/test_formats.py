@@ -77,6 +77,24 @@ def test_an_arrow_file_and_a_wrapped_list_are_read_too(tmp_path: Path) -> None:
     assert len(list(read_files(str(tmp_path)))) == 704
 
 
+def test_an_object_gives_its_list_only_where_it_stands_alone_and_is_no_row(tmp_path: Path) -> None:
+    """Objects one after the other were once replaced by a list that each had beside its turns."""
+    rows = [{**row, "items": [], "examples": ["a"]} for row in ROWS[:3]]
+    for indent in (1, None):
+        laid = [json.dumps(row, indent=indent) for row in rows]
+        (tmp_path / "x.json").write_text("\n".join(laid))
+        read = list(read_files(str(tmp_path / "x.json")))
+        assert [type(r) for r in read] == [Item] * 3
+        (tmp_path / "x.json").write_text(laid[0])
+        assert list(read_files(str(tmp_path / "x.json"))) == read[:1]
+        wrapped = json.dumps({"data": ROWS[:3]}, indent=indent)
+        (tmp_path / "x.json").write_text(wrapped)
+        assert [i.item for i in read_files(str(tmp_path / "x.json"))] == ["x.json:1", "x.json:2", "x.json:3"]
+        (tmp_path / "x.json").write_text(wrapped + "\n" + laid[0])
+        strange, good = read_files(str(tmp_path / "x.json"))
+        assert isinstance(strange, Reject) and strange.reason == "unknown layout" and isinstance(good, Item)
+
+
 def test_a_folder_saved_by_datasets_gives_its_rows_alone_and_one_of_splits_asks_which(tmp_path: Path) -> None:
     split = tmp_path / "all" / "train"
     split.mkdir(parents=True)
