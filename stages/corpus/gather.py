@@ -21,7 +21,7 @@ from stages.contracts.errors import DataError
 from stages.contracts.progress import progress
 from stages.corpus.candidates import asked, asked_words
 from stages.corpus.grams import LEAK_WORDS, KeptApart, grams, word_hashes
-from stages.corpus.items import Item, Reject
+from stages.corpus.items import Item, Reject, RowFault
 from stages.corpus.near import Signatures
 from stages.corpus.parallel import Processes
 from stages.corpus.quality import prompt_words
@@ -171,19 +171,27 @@ class _Gathering:
             self._set_apart(candidate.prompt_id, prompt_words(candidate.turns))
             apart.append(candidate)
         for path in self.prepare.benchmark_prompts:
-            found = 0
+            found, unread = 0, Tally(Counter())
             for item in read_files(path):
-                if isinstance(item, Item):
-                    self._set_apart(f"benchmark prompt {item.item}", asked_words(item, self.ready))
-                    found += 1
-            if not found:
-                raise DataError(
-                    "A file of benchmark prompts holds none",
-                    where=f"params.yaml: prepare.benchmark_prompts, {path}",
-                    expected="rows of any shape that a source may have",
-                    do="mend the file, or take it out",
-                )
+                found += 1
+                if isinstance(fault := self._benchmark_prompt(item), Reject):
+                    unread.take(fault)
+            if unread.first or not found:
+                raise _no_benchmark(path, found, unread)
         return apart
+
+    def _benchmark_prompt(self, item: Item | Reject) -> Reject | None:
+        """Set one apart, or say why it cannot be: what is not read is not kept out of training."""
+        if isinstance(item, Reject):
+            return item
+        try:
+            words = asked_words(item, self.ready)
+        except RowFault as fault:
+            return Reject(item.item, fault.reason, fault.detail)
+        if not words:
+            return Reject(item.item, "no word of a user")
+        self._set_apart(f"benchmark prompt {item.item}", words)
+        return None
 
     def _set_apart(self, name: str, words: Sequence[str]) -> None:
         of_prompt = grams(word_hashes(words), LEAK_WORDS)
@@ -213,6 +221,24 @@ def gather(prepare: Prepare, renderer: Renderer, ready: ReadyRows, folder: Path)
         gathered = at_work.read(advance)
     at_work.names.close()
     return _sifted(at_work, gathered, apart)
+
+
+def _no_benchmark(path: str, found: int, unread: Tally) -> DataError:
+    where = f"params.yaml: prepare.benchmark_prompts, {path}"
+    if unread.first is None:
+        return DataError(
+            "A file of benchmark prompts holds none",
+            where=where,
+            expected="rows of any shape that a source may have",
+            do="mend the file, or take it out",
+        )
+    return DataError(
+        "Benchmark prompts cannot be read",
+        where=where,
+        expected="a prompt in every row, in any shape that a source may have: training could hold what is not read",
+        got=f"of {found} rows {unread.words}",
+        do="mend these rows, or take them out",
+    )
 
 
 def _together(reading: Reading) -> Iterator[list[Record | Item | Reject]]:
@@ -261,13 +287,12 @@ def demand_rows(source: str, rows: int, rejects: Tally) -> None:
     """Raises DataError when nothing of a source is left: the line would train and measure without its domain."""
     if rows:
         return
-    reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(rejects.reasons.items()))
-    one = rejects.first
-    first = f"; the first is {one.item}: {one.reason} {one.detail[:80]}".rstrip() if one else ""
     raise DataError(
         f"No row of source {source} was accepted",
         where=f"params.yaml: prepare.sources, {source}",
         expected="at least one row",
-        got=f"{rejects.reasons.total()} read: {reasons}{first}" if one else "nothing to read: the source is empty",
+        got=f"{rejects.reasons.total()} read: {rejects.words}"
+        if rejects.first
+        else "nothing to read: the source is empty",
         do="mend the source, or take it out of prepare.sources",
     )

@@ -451,6 +451,24 @@ def test_training_rows_that_hold_a_benchmark_prompt_are_rejected_and_named(line:
         prepare.main()
 
 
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ('{"problem": "Say 1"}\n{"cut', "of 3 rows 1 line cut off, 1 unknown layout; the first is exam.jsonl:2"),
+        ('{"input_ids": [999999]}', "of 2 rows 1 foreign token id; the first is exam.jsonl:2: foreign token id 999999"),
+        ('{"input_ids": []}', "1 no tokens"),
+        ('{"prompt": "?!"}', "1 no word of a user"),
+    ],
+)
+def test_a_benchmark_prompt_that_cannot_be_read_stops_the_run(line: dict, bad: str, told: str) -> None:
+    Path("exam.jsonl").write_text('{"question": "fine"}\n' + bad)
+    line["prepare"]["benchmark_prompts"] = ["exam.jsonl"]
+    write(line)
+    with pytest.raises(DataError, match="Benchmark prompts cannot be read") as error:
+        prepare.main()
+    assert told in error.value.got and error.value.where.endswith("exam.jsonl")
+
+
 def test_weights_draw_the_shares_of_rows_and_count_what_they_leave_out(line: dict) -> None:
     for source, weight in zip(line["prepare"]["sources"], (3, 1), strict=True):
         source["weight"] = weight
