@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ import pyarrow as pa
 from stages.contracts.errors import DataError
 from stages.contracts.progress import progress
 from stages.corpus.candidates import asked, asked_words
-from stages.corpus.grams import LEAK_WORDS, KeptApart, grams, word_hashes
+from stages.corpus.grams import LEAK_WORDS, KeptApart, beside, grams, word_hashes
 from stages.corpus.items import Item, Reject, RowFault
 from stages.corpus.near import Signatures
 from stages.corpus.parallel import Processes
@@ -106,6 +107,7 @@ class _Gathering:
         self.prepare, self.renderer, self.ready, self.folder = prepare, renderer, ready, folder
         self.table = Table()
         self.kept_apart = KeptApart(folder / "kept_apart.u64")
+        self.later, self.later_of = KeptApart(folder / "later.u64"), array("Q")
         self.signatures = Signatures(folder / "signatures.u32")
         self.names = (folder / "names").open("wb")
         self.apart_ids: set[str] = set()
@@ -156,11 +158,15 @@ class _Gathering:
             yield from processes.in_order(rest, take)
 
     def _note(self, taken: Taken, source: int) -> None:
+        first = len(self.table)
         self.table.add(taken.prompts, taken.rows, source, taken.held)
         self.signatures.add(taken.signatures)
         self.names.write(taken.prompts)
         for prompt, words in taken.apart:
             self.kept_apart.add(prompt, words)
+        for number, prompt, words in taken.later:
+            self.later.add(prompt, words)
+            self.later_of.append(first + number)
 
     def set_apart(self) -> list[Candidate]:
         """The out-of-distribution prompts, and the texts of benchmark prompts: no training prompt may hold them."""
@@ -197,6 +203,8 @@ class _Gathering:
         of_prompt = grams(word_hashes(words), LEAK_WORDS)
         if len(of_prompt):
             self.kept_apart.add(name, of_prompt)
+        if 0 < len(words) < LEAK_WORDS:
+            self.kept_apart.add(name, beside(of_prompt))
 
     def name(self, number: int) -> str:
         """The prompt id of a candidate."""
@@ -262,6 +270,7 @@ def _sifted(at_work: _Gathering, gathered: list[Gathered], apart: list[Candidate
         of_source.first, of_source.fates = sift.of_source(i)
         of_source.details = sift.details
     sift.drop_duplicates()
+    at_work.kept_apart.add_rare(at_work.later, lambda n: sift.fates[at_work.later_of[n]] == Fate.KEPT)
     leaks = sift.drop_leaks(at_work.kept_apart)
     near = sift.near(at_work.signatures, prepare.near_duplicate_similarity)
     if prepare.near_duplicates == "drop":
