@@ -102,8 +102,13 @@ def item_of(record: Record | Item | Reject) -> tuple[Item | Reject, bytes, str]:
         shape, read = read_row(record.item, value)
         return read, written(read), f"{shape} in {record.words}"
     except RowFault as fault:
-        reject = Reject(record.item, fault.reason, fault.detail)
+        reject = Reject(record.item, _writable(fault.reason), _writable(fault.detail))
         return reject, compact(_shown(reject)), ""
+
+
+def _writable(text: str) -> str:
+    """Text with what UTF-8 cannot hold as its number: half a surrogate pair, and how Python keeps bytes that are none."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _shown(item: Item | Reject) -> list[Any]:
@@ -152,8 +157,9 @@ def records(path: str, *, only_lines: bool = False) -> Iterator[Record]:
                 got=opened.words,
                 do="set `kind: files` for this source: it reads JSON, Parquet and Arrow too",
             )
+        name = _writable(blob.name)
         for number, value in opened.records:
-            yield Record(f"{blob.name}:{number}", value, opened.words)
+            yield Record(f"{name}:{number}", value, opened.words)
 
 
 def read_files(path: str, shapes: Counter[str] | None = None, *, only_lines: bool = False) -> Iterator[Item | Reject]:

@@ -181,6 +181,22 @@ def test_faults_within_a_json_array_are_told_as_those_of_lines_are(tmp_path: Pat
     assert [getattr(i, "reason", "") for i in items] == ["not UTF-8", "lone surrogate", "not an object", ""]
 
 
+def test_what_is_no_utf8_within_a_fault_or_a_file_name_is_written_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
+    part, role = (
+        '{"role": "user", "content": [{"type": "\\ud800"}]}',
+        '{"role": "\\udc80", "content": [{"type": "image"}]}',
+    )
+    path.write_text(f'{{"messages": [{part}]}}\n{{"messages": [{role}]}}\n{json.dumps(ROWS[0])}\n')
+    first, second, good = read_files(str(path))
+    assert isinstance(first, Reject) and first.detail == "user: a part of type \\ud800"
+    assert isinstance(second, Reject) and second.detail == "\\udc80: a part of type image"
+    assert isinstance(good, Item) and good.item == "caf\\udce9.jsonl:3"
+    (tmp_path / "x.json").write_bytes(b'[{"messages": [{"role": "a\xff", "content": [{"type": "image"}]}]}]')
+    (bad,) = read_files(str(tmp_path / "x.json"))
+    assert isinstance(bad, Reject) and bad.detail == "a\\udcff: a part of type image"
+
+
 def test_a_value_that_is_no_json_number_costs_its_row_and_none_behind_it(tmp_path: Path) -> None:
     """One NaN once took every row behind it along, without a word."""
     good = json.dumps(ROWS[0])
