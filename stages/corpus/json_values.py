@@ -106,7 +106,7 @@ class _Values:
         while True:
             fault, hidden = "", False
             try:
-                value, end = self._decoder.raw_decode(self._buffer, self._at)
+                value, end = self._raw()
                 if end < len(self._buffer) or self._ended:
                     self._at = end
                     return value
@@ -115,17 +115,25 @@ class _Values:
                 hidden = len(rest) > 8 and not error.msg.startswith("Unterminated string")
             except RecursionError as error:
                 fault, hidden = str(error), True
-            except ValueError as error:  # NaN, or more digits than an int may have: where the value ends is known
-                value, end = _LENIENT.raw_decode(self._buffer, self._at)
-                if end < len(self._buffer) or self._ended:
-                    self._at = end
-                    return RowFault("not JSON", str(error))
             if len(self._buffer) - self._at > self._most:
                 raise self._no_json(f"an element over {self._most} characters, or one that is no JSON: {fault}")
             if not self._refill() and fault:
                 if hidden:
                     raise self._no_json(fault)
                 return RowFault("row cut off", fault)
+
+    def _raw(self) -> tuple[Any, int]:
+        """A value and where it ends; a RowFault for one of NaN, or of more digits than an int may have.
+
+        Raises:
+            json.JSONDecodeError, RecursionError: it is unfinished, no JSON, or nested too deeply.
+        """
+        try:
+            return self._decoder.raw_decode(self._buffer, self._at)
+        except json.JSONDecodeError:
+            raise
+        except ValueError as error:
+            return RowFault("not JSON", str(error)), _LENIENT.raw_decode(self._buffer, self._at)[1]
 
     def _no_json(self, got: str) -> DataError:
         return DataError(

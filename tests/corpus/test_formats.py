@@ -206,6 +206,15 @@ def test_a_value_that_is_no_json_number_costs_its_row_and_none_behind_it(tmp_pat
     assert all("not JSON" in r.reason for r in read if isinstance(r, Reject))
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "9" * 5000])
+def test_such_a_value_may_begin_a_row_longer_than_what_is_read_at_once(tmp_path: Path, number: str) -> None:
+    good, long = json.dumps(ROWS[0]), f'{{"a": {number}, "prompt": "{"y" * 200_000}"}}'
+    (tmp_path / "x.json").write_text(f"[{good},\n{long},\n{good}]")
+    assert [getattr(r, "reason", "") for r in read_files(str(tmp_path / "x.json"))] == ["", "not JSON", ""]
+    (tmp_path / "x.json").write_text(f"[{good},\n{long[:-20]}")
+    assert [getattr(r, "reason", "") for r in read_files(str(tmp_path / "x.json"))] == ["", "row cut off"]
+
+
 def test_a_fault_of_syntax_with_rows_behind_it_stops_instead_of_hiding_them(tmp_path: Path) -> None:
     good = json.dumps(ROWS[0])
     (tmp_path / "x.json").write_text(f'[{good},\n{{"a" 1}},\n{good}]')
