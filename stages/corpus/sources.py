@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stages.contracts.params import Source
 
 _CHARACTERS_PER_TOKEN = 3  # below what any tokenizer needs for English and Python
+_DEEPER = 64  # levels of nesting that are left to those who write an item further down the stack
 _COMPACT = json.JSONEncoder(sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _GENERAL_KNOWLEDGE = Path(__file__).with_name("general_knowledge.jsonl")
 
@@ -186,7 +187,10 @@ def written(item: Item) -> bytes:
         RowFault: it cannot be written as JSON again.
     """
     try:
-        return compact(_shown(item))
+        nested = _shown(item)
+        for _ in range(_DEEPER):
+            nested = [nested]
+        return compact(nested)[_DEEPER:-_DEEPER]
     except UnicodeEncodeError as error:
         strange = error.object[error.start : error.end]
         if all(0xDC80 <= ord(c) <= 0xDCFF for c in strange):  # how formats.py keeps bytes that are no UTF-8

@@ -47,10 +47,15 @@ def zstd(data: bytes) -> bytes:
     return pa.compress(data, codec="zstd", asbytes=True)
 
 
+def skippable(kind: int) -> bytes:
+    """A frame of zstd that holds no data of the file."""
+    return bytes([0x50 + kind]) + b"\x2a\x4d\x18\x04\0\0\0size"
+
+
 FILES = {
     "JSON lines": LINES,
     "JSON lines, gzip": gzip.compress(LINES[:5000]) + gzip.compress(LINES[5000:]),
-    "JSON lines, zstd": zstd(LINES[:5000]) + zstd(LINES[5000:]),
+    "JSON lines, zstd": skippable(0) + zstd(LINES[:5000]) + skippable(15) + zstd(LINES[5000:]),
     "JSON": json.dumps(ROWS, indent=1).encode(),
     "JSON, gzip": gzip.compress(b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
     "JSON, zstd": zstd("\n".join(json.dumps(row, indent=2) for row in ROWS).encode()),

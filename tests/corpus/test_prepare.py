@@ -469,6 +469,20 @@ def test_a_benchmark_prompt_that_cannot_be_read_stops_the_run(line: dict, bad: s
     assert told in error.value.got and error.value.where.endswith("exam.jsonl")
 
 
+def test_calls_and_tools_nested_to_any_depth_are_kept_or_rejected_in_words(line: dict) -> None:
+    """Some levels once ended the run: they were shallow enough to be read, and too deep to be written further down."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "DEEP"}}]}
+    asking = {"messages": [{"role": "user", "content": "hi"}, call]}
+    offered = {"tools": [{"name": "f", "parameters": {"properties": {"a": {"default": "DEEP"}}}}], **chat("hi", "yes")}
+    levels = range(800, 1000)
+    deep = [json.dumps(row).replace('"DEEP"', "[" * n + "]" * n) for n in levels for row in (asking, offered)]
+    Path("rows.jsonl").write_text("\n".join([*deep, json.dumps(chat("Say it", "Yes, it is."))]))
+    line["prepare"] |= {"max_prompt_tokens": 9999, "max_row_tokens": 20000}
+    files(line, limit=999)
+    prepare.main()
+    assert manifest().sources[0].rejects["nested too deeply"] >= 100
+
+
 EXAM = "list all the prime factors of a given number"
 
 
