@@ -11,7 +11,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
@@ -19,7 +19,7 @@ from stages.contracts.errors import DataError
 from stages.corpus.items import RowFault
 from stages.corpus.json_values import Record, elements, no_number, sound
 from stages.corpus.places import Blob
-from stages.corpus.shapes import ROW_KEYS
+from stages.corpus.shapes import KEYS, ROW_KEYS
 
 Format = Literal["JSON lines", "JSON", "Parquet", "Arrow"]
 
@@ -188,44 +188,121 @@ def _parsed(raw: Line) -> Any:
 
 
 def _columns(blob: Blob, stream: BinaryIO, head: bytes) -> Iterator[Record]:
-    """Rows of a Parquet or Arrow file; what is null there counts as absent, since the format cannot tell the two apart."""
+    """Rows of a Parquet or Arrow file, of the columns that a row may need; the others only show that they are there. What
+    is null counts as absent, since the format cannot tell the two apart; a time is its text, of UTC."""
     number = 0
-    batches = _parquet(stream) if head.startswith(_PARQUET) else _arrow(stream, head)
+    with sound(blob):
+        schema, read = _parquet(stream) if head.startswith(_PARQUET) else _arrow(stream, head)
+    others = dict.fromkeys((n for n in schema.names if n not in KEYS), "")
+    batches = read(_wanted(blob, schema))
     while True:
         with sound(blob):
             batch = next(batches, None)
             if batch is not None:
                 batch.validate(full=True)  # offsets that a flipped bit leads astray end the process otherwise
-            rows = None if batch is None else batch.to_pylist(maps_as_pydicts="lossy")
+            rows = None if batch is None else _timeless(batch).to_pylist(maps_as_pydicts="lossy")
         if rows is None:
             return
         for row in rows:
             number += 1
-            yield number, _without_nulls(row)
+            yield number, _without_nulls(row) | others
 
 
-def _parquet(stream: BinaryIO) -> Iterator[Any]:
+def _wanted(blob: Blob, schema: Any) -> list[str]:
+    """The columns that a row may need.
+
+    Raises:
+        DataError: a name stands twice there.
+    """
+    fields = [field for field in schema if field.name in KEYS]
+    if doubled := _doubled("", fields):
+        raise DataError(
+            "A column file has two fields of one name",
+            where=blob.where,
+            expected="each name once: which of the two counts cannot be told",
+            got=f"twice `{doubled}`",
+            do="rename or drop one of them, and write the file again",
+        )
+    return [field.name for field in fields]
+
+
+def _doubled(above: str, fields: Sequence[Any]) -> str:
+    """The path of a field whose name stands twice among its neighbours; "" without one."""
+    names = [field.name for field in fields]
+    for field in fields:
+        inner = [field.type.field(i) for i in range(field.type.num_fields)]
+        if names.count(field.name) > 1:
+            return above + field.name
+        if found := _doubled(f"{above}{field.name}.", inner):
+            return found
+    return ""
+
+
+def _timeless(batch: Any) -> Any:
+    """A batch whose times are text: Python's reach from the year 1 to 9999 only, and JSON has none."""
+    import pyarrow as pa
+
+    columns = batch.columns
+    for to in (_without_zones, _without_times):
+        columns = [c if (kind := to(c.type)) == c.type else c.cast(kind) for c in columns]
+    return pa.record_batch(columns, names=batch.schema.names) if columns else batch
+
+
+def _without_zones(kind: Any) -> Any:
+    import pyarrow as pa
+
+    zoned = pa.types.is_timestamp(kind) and kind.tz is not None
+    return pa.timestamp(kind.unit) if zoned else _within(kind, _without_zones)
+
+
+def _without_times(kind: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.string() if pa.types.is_temporal(kind) else _within(kind, _without_times)
+
+
+def _within(kind: Any, to: Callable[[Any], Any]) -> Any:
+    """An Arrow type with `to` of each type within it."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return pa.struct([f.with_type(to(f.type)) for f in (kind.field(i) for i in range(kind.num_fields))])
+    if pa.types.is_map(kind):
+        return pa.map_(kind.key_type, kind.item_field.with_type(to(kind.item_type)))
+    for is_one, make in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
+        if is_one(kind):
+            return make(kind.value_field.with_type(to(kind.value_type)))
+    return kind
+
+
+_Read = tuple[Any, Callable[[list[str]], Iterator[Any]]]  # a schema, and batches of the columns named
+
+
+def _parquet(stream: BinaryIO) -> _Read:
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)
-    yield from file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
+    return file.schema_arrow, lambda names: file.iter_batches(_BATCH_ROWS, columns=names, use_threads=False)
 
 
-def _arrow(stream: BinaryIO, head: bytes) -> Iterator[Any]:
+def _arrow(stream: BinaryIO, head: bytes) -> _Read:
     import pyarrow as pa
 
     if head.startswith(_ARROW_FILE):
         file = pa.ipc.open_file(stream)
-        batches: Iterator[Any] = (file.get_batch(i) for i in range(file.num_record_batches))
+        schema, batches = file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
     else:
         stream.seek(-len(_ARROW_END), io.SEEK_END)
         if stream.read() != _ARROW_END:
             raise EOFError("the stream has no end-of-stream mark: batches may be missing")
         stream.seek(0)
-        batches = iter(pa.ipc.open_stream(stream))
-    for batch in batches:
-        for start in range(0, batch.num_rows, _BATCH_ROWS):
-            yield batch.slice(start, _BATCH_ROWS)
+        reader = pa.ipc.open_stream(stream)
+        schema, batches = reader.schema, iter(reader)
+    return schema, lambda names: (
+        batch.slice(start, _BATCH_ROWS).select(names)
+        for batch in batches
+        for start in range(0, batch.num_rows, _BATCH_ROWS)
+    )
 
 
 def _without_nulls(value: Any) -> Any:

@@ -136,6 +136,49 @@ def test_column_files_do_not_fill_absent_keys_with_nulls(tmp_path: Path) -> None
     }
 
 
+def column_file(path: Path, table: pa.Table) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_times_beside_and_within_turns_cost_no_row(tmp_path: Path, name: str) -> None:
+    """Turns of WildChat hold their time; and Python has no year 30,000."""
+    zoned, far = pa.timestamp("us", "Mars/Base"), 9 * 10**17
+    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("timestamp", zoned)])
+    said = [{"role": r, "content": "hi", "timestamp": t} for r, t in (("user", 0), ("assistant", None))]
+    columns: dict[str, Any] = {
+        "messages": pa.array([said], pa.list_(turn)),
+        "at": pa.array([far], zoned),
+        "took": pa.array([far], pa.duration("s")),
+        "day": pa.array([2**30], pa.int32()).cast(pa.date32()),
+        "who": pa.StructArray.from_arrays([pa.array(["a"])] * 2, names=["n", "n"]),
+    }
+    (item,) = read_files(column_file(tmp_path / name, pa.table(columns)))
+    assert isinstance(item, Item)
+    assert item.messages[0] == {"role": "user", "content": "hi", "timestamp": "1970-01-01 00:00:00.000000"}
+    assert item.messages[1] == {"role": "assistant", "content": "hi"}
+    (reject,) = read_files(column_file(tmp_path / name, pa.table(columns).drop(["messages"])))
+    assert isinstance(reject, Reject) and "keys ['at', 'day', 'took', 'who']" in reject.detail
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_a_column_file_with_two_fields_of_one_name_is_told_which(tmp_path: Path, name: str) -> None:
+    turns = pa.StructArray.from_arrays([pa.array(["a"])] * 3, names=["role", "content", "content"])
+    listed = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), turns)
+    for arrays, names, told in (
+        ([listed], ["messages"], r"messages\.\w+\.content"),
+        ([pa.array(["a"])] * 2, ["text", "text"], "text"),
+    ):
+        path = column_file(tmp_path / name, pa.Table.from_arrays(arrays, names=names))
+        with pytest.raises(DataError, match=rf"two fields of one name[\s\S]*twice `{told}`"):
+            list(read_files(path))
+
+
 @pytest.mark.parametrize("words", ["JSON lines, gzip", "JSON lines, zstd", "JSON, gzip", "Parquet", "Arrow"])
 def test_a_packed_or_column_file_cut_off_stops_and_is_named(tmp_path: Path, words: str) -> None:
     (tmp_path / "x").write_bytes(FILES[words][: len(FILES[words]) // 2])
