@@ -69,7 +69,8 @@ def open_rows(blob: Blob) -> Opened:
         DataError: it is of no known format; while it is read: it is damaged or cut off in a way that hides how much is missing.
     """
     stream = blob.open()
-    head = _peek(stream)
+    with sound(blob):
+        head = _peek(stream)
     packed: Literal["", "gzip", "zstd"] = ""
     if head.startswith((_GZIP, _ZSTD)) or _SKIPPABLE.match(head):
         packed = "gzip" if head.startswith(_GZIP) else "zstd"

@@ -146,14 +146,14 @@ def _nothing(path: str) -> DataError:
 
 def _objects(path: str) -> list[Blob]:
     bucket, _, pattern = path.removeprefix("s3://").partition("/")
-    client = _client()
+    client = _client(path)
     magic = re.search(r"[*?\[]", pattern)
     prefix = pattern[: magic.start()] if magic else pattern
     found = dict(_listing(client, bucket, prefix, path))
     if pattern in found:
         keys, cut = [pattern], pattern.rfind("/") + 1
     elif magic:
-        wanted = _as_regex(pattern)
+        wanted = _wildcards(path, pattern)
         keys = sorted(k for k in found if wanted.fullmatch(k))
         cut = prefix.rfind("/") + 1
     else:
@@ -174,11 +174,21 @@ def _object(client: Any, bucket: str, key: str, about: tuple[int, str], name: st
     )
 
 
-def _client() -> Any:
+def _client(path: str) -> Any:
     import boto3
     from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
 
-    return boto3.client("s3", config=Config(retries={"mode": "standard", "max_attempts": 6}, read_timeout=60))
+    try:
+        return boto3.client("s3", config=Config(retries={"mode": "standard", "max_attempts": 6}, read_timeout=60))
+    except (BotoCoreError, ValueError) as error:
+        raise DataError(
+            "The settings for S3 cannot be used",
+            where=f"the environment and ~/.aws/config, for {path}",
+            expected="AWS_ENDPOINT_URL with its http:// or https://, and an AWS_PROFILE that is there, where they are set",
+            got=str(error)[:300],
+            do="mend the setting named, or unset it",
+        ) from error
 
 
 def _listing(client: Any, bucket: str, prefix: str, path: str) -> Iterator[tuple[str, tuple[int, str]]]:
@@ -196,6 +206,19 @@ def _listing(client: Any, bucket: str, prefix: str, path: str) -> Iterator[tuple
             expected="a bucket that the credentials in the environment may list",
             got=str(error)[:300],
             do="check AWS_ENDPOINT_URL and the credentials, or mend `path` of this source in params.yaml",
+        ) from error
+
+
+def _wildcards(path: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return _as_regex(pattern)
+    except re.error as error:
+        raise DataError(
+            "A source's path has wildcards that cannot be read",
+            where=path,
+            expected="`*`, `**/`, `?`, and characters in brackets, of a range the lower first",
+            got=str(error),
+            do="mend `path` of this source in params.yaml",
         ) from error
 
 

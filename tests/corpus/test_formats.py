@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -19,7 +20,7 @@ import pytest
 from stages.contracts.errors import DataError
 from stages.corpus import formats
 from stages.corpus.items import Item, Reject
-from stages.corpus.places import find
+from stages.corpus.places import Blob, find
 from stages.corpus.sources import read_files
 
 ROWS = [{"prompt": f"Question {i}: \u00e9\U0001f600\0?", "response": f"Answer {i}."} for i in range(700)]
@@ -185,6 +186,15 @@ def test_a_packed_or_column_file_cut_off_stops_and_is_named(tmp_path: Path, word
     with pytest.raises(DataError, match="damaged or cut off") as error:
         list(read_files(str(tmp_path / "x")))
     assert error.value.where == str(tmp_path / "x") and "checksum" in error.value.do
+
+
+def test_a_file_that_cannot_be_read_at_its_start_is_named() -> None:
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(DataError, match=r"damaged or cut off\s*where: /mnt/x[\s\S]*Input/output error"):
+        formats.open_rows(Blob("x", "/mnt/x", Failing))
 
 
 PACKED = ["JSON lines, gzip", "JSON lines, zstd", "JSON, gzip", "JSON, zstd", "Parquet", "Arrow"]

@@ -24,6 +24,7 @@ import yaml
 
 from stages.contracts.errors import DataError, ParamsError
 from stages.contracts.params import load_params
+from stages.corpus import places
 from stages.corpus.places import _as_regex, find
 from stages.corpus.sources import read_files
 
@@ -80,6 +81,29 @@ def test_an_empty_path_is_refused_for_it_would_read_the_current_folder(repo_root
         (tmp_path / "params.yaml").write_text(yaml.safe_dump(raw | {"prepare": raw["prepare"] | changes}))
         with pytest.raises(ParamsError, match=r"path.? is empty"):
             load_params(tmp_path / "params.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("AWS_PROFILE", "nobody", r"settings for S3[\s\S]*profile \(nobody\)"),
+        ("AWS_ENDPOINT_URL", "localhost:9000", r"settings for S3[\s\S]*with its http://[\s\S]*localhost:9000"),
+    ],
+)
+def test_settings_for_s3_that_cannot_be_used_are_told_in_words(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(DataError, match=told):
+        find("s3://rows/a")
+
+
+def test_wildcards_that_cannot_be_read_and_a_key_that_looks_like_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_client", lambda path: None)
+    monkeypatch.setattr(places, "_listing", lambda *of: [("a[1].jsonl", (1, "x")), ("a1.jsonl", (1, "x"))])
+    assert [b.where for b in find("s3://rows/a[1].jsonl")] == ["s3://rows/a[1].jsonl"]
+    with pytest.raises(DataError, match=r"wildcards that cannot be read[\s\S]*bad character range z-a"):
+        find("s3://rows/[z-a]*.jsonl")
 
 
 def free_port() -> int:
