@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from stages.corpus.grams import words_of
+from stages.corpus.grams import LEAK_WORDS, words_of
 from stages.corpus.items import Item, Message, Reject
 from stages.corpus.quality import has_supervised_pair, prompt_words, repeats_itself
 from stages.corpus.ready import ReadyRows
@@ -80,7 +81,17 @@ def ready_row(
     turns = [{"role": "user", "content": ready.said(ids[:start])}]
     turns.append({"role": "assistant", "content": ready.said(ids[start:])})
     array = np.asarray(ids, np.int32)
-    return _cut(item.item, array, bytes(mask), turns, prepare, prompt_id(array[:start]), end_ids)
+    row = _cut(item.item, array, bytes(mask), turns, prepare, prompt_id(array[:start]), end_ids)
+    if isinstance(row, Reject):
+        return row
+    later = [{"role": "user", "content": ready.said(ids[a:b])} for a, b in _unsupervised(mask, start)]
+    return replace(row, turns=[*turns, *later]) if later else row
+
+
+def _unsupervised(mask: Sequence[int], start: int) -> list[tuple[int, int]]:
+    """The stretches behind `start` that are no answer, [first, end), and long enough to tell a leak."""
+    cuts = np.flatnonzero(np.diff(np.asarray([1, *mask[start:], 1], np.int8))) + start
+    return [(a, b) for a, b in zip(cuts[::2].tolist(), cuts[1::2].tolist(), strict=True) if b - a >= LEAK_WORDS]
 
 
 def _cut(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ import pyarrow as pa
 from stages.contracts.errors import DataError
 from stages.contracts.progress import progress
 from stages.corpus.candidates import asked, asked_words
-from stages.corpus.grams import LEAK_WORDS, KeptApart, grams, word_hashes
-from stages.corpus.items import Item, Reject
+from stages.corpus.grams import LEAK_WORDS, KeptApart, beside, grams, word_hashes
+from stages.corpus.items import Item, Reject, RowFault
 from stages.corpus.near import Signatures
 from stages.corpus.parallel import Processes
 from stages.corpus.quality import prompt_words
@@ -106,6 +107,7 @@ class _Gathering:
         self.prepare, self.renderer, self.ready, self.folder = prepare, renderer, ready, folder
         self.table = Table()
         self.kept_apart = KeptApart(folder / "kept_apart.u64")
+        self.later, self.later_of = KeptApart(folder / "later.u64"), array("Q")
         self.signatures = Signatures(folder / "signatures.u32")
         self.names = (folder / "names").open("wb")
         self.apart_ids: set[str] = set()
@@ -156,11 +158,15 @@ class _Gathering:
             yield from processes.in_order(rest, take)
 
     def _note(self, taken: Taken, source: int) -> None:
+        first = len(self.table)
         self.table.add(taken.prompts, taken.rows, source, taken.held)
         self.signatures.add(taken.signatures)
         self.names.write(taken.prompts)
         for prompt, words in taken.apart:
             self.kept_apart.add(prompt, words)
+        for number, prompt, words in taken.later:
+            self.later.add(prompt, words)
+            self.later_of.append(first + number)
 
     def set_apart(self) -> list[Candidate]:
         """The out-of-distribution prompts, and the texts of benchmark prompts: no training prompt may hold them."""
@@ -171,24 +177,34 @@ class _Gathering:
             self._set_apart(candidate.prompt_id, prompt_words(candidate.turns))
             apart.append(candidate)
         for path in self.prepare.benchmark_prompts:
-            found = 0
+            found, unread = 0, Tally(Counter())
             for item in read_files(path):
-                if isinstance(item, Item):
-                    self._set_apart(f"benchmark prompt {item.item}", asked_words(item, self.ready))
-                    found += 1
-            if not found:
-                raise DataError(
-                    "A file of benchmark prompts holds none",
-                    where=f"params.yaml: prepare.benchmark_prompts, {path}",
-                    expected="rows of any shape that a source may have",
-                    do="mend the file, or take it out",
-                )
+                found += 1
+                if isinstance(fault := self._benchmark_prompt(item), Reject):
+                    unread.take(fault)
+            if unread.first or not found:
+                raise _no_benchmark(path, found, unread)
         return apart
+
+    def _benchmark_prompt(self, item: Item | Reject) -> Reject | None:
+        """Set one apart, or say why it cannot be: what is not read is not kept out of training."""
+        if isinstance(item, Reject):
+            return item
+        try:
+            words = asked_words(item, self.ready)
+        except RowFault as fault:
+            return Reject(item.item, fault.reason, fault.detail)
+        if not words:
+            return Reject(item.item, "no word of a user")
+        self._set_apart(f"benchmark prompt {item.item}", words)
+        return None
 
     def _set_apart(self, name: str, words: Sequence[str]) -> None:
         of_prompt = grams(word_hashes(words), LEAK_WORDS)
         if len(of_prompt):
             self.kept_apart.add(name, of_prompt)
+        if 0 < len(words) < LEAK_WORDS:
+            self.kept_apart.add(name, beside(of_prompt))
 
     def name(self, number: int) -> str:
         """The prompt id of a candidate."""
@@ -215,6 +231,24 @@ def gather(prepare: Prepare, renderer: Renderer, ready: ReadyRows, folder: Path)
     return _sifted(at_work, gathered, apart)
 
 
+def _no_benchmark(path: str, found: int, unread: Tally) -> DataError:
+    where = f"params.yaml: prepare.benchmark_prompts, {path}"
+    if unread.first is None:
+        return DataError(
+            "A file of benchmark prompts holds none",
+            where=where,
+            expected="rows of any shape that a source may have",
+            do="mend the file, or take it out",
+        )
+    return DataError(
+        "Benchmark prompts cannot be read",
+        where=where,
+        expected="a prompt in every row, in any shape that a source may have: training could hold what is not read",
+        got=f"of {found} rows {unread.words}",
+        do="mend these rows, or take them out",
+    )
+
+
 def _together(reading: Reading) -> Iterator[list[Record | Item | Reject]]:
     """Rows in lists of _TOGETHER, or fewer where they are long."""
     rows: list[Record | Item | Reject] = []
@@ -236,6 +270,7 @@ def _sifted(at_work: _Gathering, gathered: list[Gathered], apart: list[Candidate
         of_source.first, of_source.fates = sift.of_source(i)
         of_source.details = sift.details
     sift.drop_duplicates()
+    at_work.kept_apart.add_rare(at_work.later, lambda n: sift.fates[at_work.later_of[n]] == Fate.KEPT)
     leaks = sift.drop_leaks(at_work.kept_apart)
     near = sift.near(at_work.signatures, prepare.near_duplicate_similarity)
     if prepare.near_duplicates == "drop":
@@ -261,13 +296,12 @@ def demand_rows(source: str, rows: int, rejects: Tally) -> None:
     """Raises DataError when nothing of a source is left: the line would train and measure without its domain."""
     if rows:
         return
-    reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(rejects.reasons.items()))
-    one = rejects.first
-    first = f"; the first is {one.item}: {one.reason} {one.detail[:80]}".rstrip() if one else ""
     raise DataError(
         f"No row of source {source} was accepted",
         where=f"params.yaml: prepare.sources, {source}",
         expected="at least one row",
-        got=f"{rejects.reasons.total()} read: {reasons}{first}" if one else "nothing to read: the source is empty",
+        got=f"{rejects.reasons.total()} read: {rejects.words}"
+        if rejects.first
+        else "nothing to read: the source is empty",
         do="mend the source, or take it out of prepare.sources",
     )

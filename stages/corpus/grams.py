@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ Grams = npt.NDArray[np.uint64]
 
 LEAK_WORDS = 8  # n of the n-grams that tell a leak; 8 words in common are seldom chance
 SHARED = 0.8  # share of a kept-apart prompt's n-grams within one training prompt that counts as the same text
+_BESIDE = np.uint64(0xD1B54A32D192ED03)  # sets a short text beside a prompt apart from a prompt of the same words
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"  # written without spaces: each character counts as a word
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 _FACTOR = 0x9E3779B97F4A7C15
@@ -77,6 +78,12 @@ def grams_of_rows(hashes: Sequence[Grams], n: int) -> list[Grams]:
     return [part if length > n else grams(h, n) for part, length, h in zip(parts, lengths, hashes, strict=True)]
 
 
+def beside(short: Grams) -> Grams:
+    """The one gram of a text of fewer than n words, as it counts in a later turn: there the likes of "go on" are said, so
+    that such a text is the same only as one that is never to be trained on."""
+    return short ^ _BESIDE
+
+
 def _mixed(x: Grams) -> Grams:
     """splitmix64's finisher: neighbouring sums become numbers without a pattern."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -98,6 +105,17 @@ class KeptApart:
         self._file.write(of_prompt.tobytes())
         self._ends.append((self._ends[-1] if self._ends else 0) + len(of_prompt))
         self.names.append(name)
+
+    def add_rare(self, other: KeptApart, wanted: Callable[[int], bool]) -> None:
+        """Take in those of `other`, by number, that are wanted, less the grams that several of them share: what many
+        conversations say tells nothing away."""
+        owners = [owner for owner in range(len(other)) if wanted(owner)]
+        grams = np.concatenate([other.of(o) for o in owners]) if owners else np.zeros(0, np.uint64)
+        values, counts = np.unique(grams, return_counts=True)
+        common = values[counts > 1]
+        for owner in owners:
+            if len(rare := np.setdiff1d(other.of(owner), common, assume_unique=True)):
+                self.add(other.names[owner], rare)
 
     def of(self, owner: int) -> Grams:
         start = self._ends[owner - 1] if owner else 0

@@ -18,7 +18,6 @@ Record = tuple[
 ]  # the row's number within its file, from 1, and what it holds: a value, a line of JSON, or a RowFault
 
 _READ_CHARACTERS = 1 << 16
-_WRAPPERS = ("data", "rows", "examples", "items", "instances")  # a JSON object that holds the rows in one list
 
 
 @contextmanager
@@ -44,21 +43,13 @@ def no_number(name: str) -> None:
 
 
 def elements(blob: Blob, stream: BinaryIO, most: int) -> Iterator[Record]:
-    """Rows of a JSON file: the elements of its array, or the objects that stand in it one after the other; an object that
-    holds rows in a list under one name gives that list. `most` characters are held of one.
+    """Rows of a JSON file: the elements of its array, or the values that stand in it one after the other. `most` characters
+    are held of one.
 
     Raises:
         DataError: the text is no JSON in a way that hides where the next row starts.
     """
-    reading = _Values(blob, stream, most)
-    number = 0
-    for value in reading:
-        wrapped = None
-        if not reading.in_array and isinstance(value, dict):
-            wrapped = next((value[k] for k in _WRAPPERS if isinstance(value.get(k), list)), None)
-        for row in [value] if wrapped is None else wrapped:
-            number += 1
-            yield number, row
+    yield from enumerate(_Values(blob, stream, most), 1)
 
 
 _LENIENT = json.JSONDecoder(parse_int=len)
@@ -72,19 +63,18 @@ class _Values:
         # bytes that are no UTF-8 become lone surrogates, by which the row that holds them is told
         self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape")  # type: ignore[arg-type]
         self._buffer, self._at, self._ended = "", 0, False
-        self.in_array = False
 
     def __iter__(self) -> Iterator[Any]:
-        self.in_array = self._next() == "["
-        if self.in_array:
+        in_array = self._next() == "["
+        if in_array:
             self._at += 1
         closed = False
         while mark := self._next():
             if closed:
                 raise self._no_json("more text after the end of the array")
-            if mark == "," and self.in_array:
+            if mark == "," and in_array:
                 self._at += 1
-            elif mark == "]" and self.in_array:
+            elif mark == "]" and in_array:
                 self._at += 1
                 closed = True
             else:
@@ -92,7 +82,7 @@ class _Values:
                 yield value
                 if isinstance(value, RowFault) and value.reason == "row cut off":
                     return
-        if self.in_array and not closed:
+        if in_array and not closed:
             yield RowFault("row cut off", "the array has no end")
 
     def _next(self) -> str:
@@ -116,7 +106,7 @@ class _Values:
         while True:
             fault, hidden = "", False
             try:
-                value, end = self._decoder.raw_decode(self._buffer, self._at)
+                value, end = self._raw()
                 if end < len(self._buffer) or self._ended:
                     self._at = end
                     return value
@@ -125,17 +115,25 @@ class _Values:
                 hidden = len(rest) > 8 and not error.msg.startswith("Unterminated string")
             except RecursionError as error:
                 fault, hidden = str(error), True
-            except ValueError as error:  # NaN, or more digits than an int may have: where the value ends is known
-                value, end = _LENIENT.raw_decode(self._buffer, self._at)
-                if end < len(self._buffer) or self._ended:
-                    self._at = end
-                    return RowFault("not JSON", str(error))
             if len(self._buffer) - self._at > self._most:
                 raise self._no_json(f"an element over {self._most} characters, or one that is no JSON: {fault}")
             if not self._refill() and fault:
                 if hidden:
                     raise self._no_json(fault)
                 return RowFault("row cut off", fault)
+
+    def _raw(self) -> tuple[Any, int]:
+        """A value and where it ends; a RowFault for one of NaN, or of more digits than an int may have.
+
+        Raises:
+            json.JSONDecodeError, RecursionError: it is unfinished, no JSON, or nested too deeply.
+        """
+        try:
+            return self._decoder.raw_decode(self._buffer, self._at)
+        except json.JSONDecodeError:
+            raise
+        except ValueError as error:
+            return RowFault("not JSON", str(error)), _LENIENT.raw_decode(self._buffer, self._at)[1]
 
     def _no_json(self, got: str) -> DataError:
         return DataError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import glob
 import io
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,23 +34,54 @@ class Blob:
 
 
 def find(path: str) -> list[Blob]:
-    """The files that `path` names, in the order of their names: a file, a folder (its files of rows), a glob, or the same
-    with s3://bucket/ before it.
+    """The files that `path` names, in the order of their names: a file, a folder (its files of rows, links followed), a
+    glob, or the same with s3://bucket/ before it. What is there under that very name is no glob.
 
     Raises:
-        DataError: none is there, or a folder holds several splits.
+        DataError: none is there, a link leads nowhere, or a folder holds several splits.
     """
     if path.startswith("s3://"):
         return _objects(path)
     root = Path(path)
     if _is_folder(root):
-        names = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+        names = sorted(str(p.relative_to(root)) for p in _below(root, ()))
         return [_file(root / n, n) for n in _rows_of(path, names)]
-    paths = sorted(Path(p) for p in glob.glob(path, recursive=True) if Path(p).is_file())
+    if root.is_file():
+        return [_file(root, root.name)]
+    paths = sorted(Path(p) for p in glob.glob(path, recursive=True) if _leads(Path(p)).is_file())
     if not paths:
         raise _nothing(path)
     base = _fixed_part(path)
     return [_file(p, str(p.relative_to(base)) if base else p.name) for p in paths]
+
+
+def _below(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
+    """Files below a folder, those behind links too; hidden folders are left out, and links that lead back to one of the
+    folders that they stand in, `above` by device and number."""
+    about = folder.stat()
+    own = (about.st_dev, about.st_ino)
+    if own in above:
+        return
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if _leads(path).is_dir():
+            yield from _below(path, (*above, own))
+        elif path.is_file():
+            yield path
+
+
+def _leads(path: Path) -> Path:
+    """The same path. Raises DataError when it is a link to nothing."""
+    if path.is_symlink() and not path.exists():
+        raise DataError(
+            "A source holds a link that leads nowhere",
+            where=str(path),
+            expected="a file or a folder behind it: what is not read cannot be counted",
+            got=f"a link to {os.readlink(path)}",
+            do="mend the link, or remove it",
+        )
+    return path
 
 
 def _is_folder(path: Path) -> bool:
@@ -114,16 +146,16 @@ def _nothing(path: str) -> DataError:
 
 def _objects(path: str) -> list[Blob]:
     bucket, _, pattern = path.removeprefix("s3://").partition("/")
-    client = _client()
+    client = _client(path)
     magic = re.search(r"[*?\[]", pattern)
     prefix = pattern[: magic.start()] if magic else pattern
     found = dict(_listing(client, bucket, prefix, path))
-    if magic:
-        wanted = _as_regex(pattern)
+    if pattern in found:
+        keys, cut = [pattern], pattern.rfind("/") + 1
+    elif magic:
+        wanted = _wildcards(path, pattern)
         keys = sorted(k for k in found if wanted.fullmatch(k))
         cut = prefix.rfind("/") + 1
-    elif pattern in found:
-        keys, cut = [pattern], pattern.rfind("/") + 1
     else:
         cut = len(pattern.rstrip("/")) + 1 if pattern else 0
         below = sorted(k[cut:] for k in found if k.startswith(pattern.rstrip("/") + "/" if pattern else ""))
@@ -142,11 +174,21 @@ def _object(client: Any, bucket: str, key: str, about: tuple[int, str], name: st
     )
 
 
-def _client() -> Any:
+def _client(path: str) -> Any:
     import boto3
     from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
 
-    return boto3.client("s3", config=Config(retries={"mode": "standard", "max_attempts": 6}, read_timeout=60))
+    try:
+        return boto3.client("s3", config=Config(retries={"mode": "standard", "max_attempts": 6}, read_timeout=60))
+    except (BotoCoreError, ValueError) as error:
+        raise DataError(
+            "The settings for S3 cannot be used",
+            where=f"the environment and ~/.aws/config, for {path}",
+            expected="AWS_ENDPOINT_URL with its http:// or https://, and an AWS_PROFILE that is there, where they are set",
+            got=str(error)[:300],
+            do="mend the setting named, or unset it",
+        ) from error
 
 
 def _listing(client: Any, bucket: str, prefix: str, path: str) -> Iterator[tuple[str, tuple[int, str]]]:
@@ -164,6 +206,19 @@ def _listing(client: Any, bucket: str, prefix: str, path: str) -> Iterator[tuple
             expected="a bucket that the credentials in the environment may list",
             got=str(error)[:300],
             do="check AWS_ENDPOINT_URL and the credentials, or mend `path` of this source in params.yaml",
+        ) from error
+
+
+def _wildcards(path: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return _as_regex(pattern)
+    except re.error as error:
+        raise DataError(
+            "A source's path has wildcards that cannot be read",
+            where=path,
+            expected="`*`, `**/`, `?`, and characters in brackets, of a range the lower first",
+            got=str(error),
+            do="mend `path` of this source in params.yaml",
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -59,3 +60,14 @@ def prompt_words(messages: Iterable[Message]) -> list[str]:
         if message.get("role") == "user":
             said.append(str(message.get("content") or ""))
     return words_of("\n".join(said))
+
+
+def later_words(messages: Iterable[Message]) -> list[list[str]]:
+    """The words of each text that the user says after the first answer."""
+    after = itertools.dropwhile(lambda m: m.get("role") != "assistant", messages)
+    return [words_of(str(m.get("content") or "")) for m in after if m.get("role") == "user"]
+
+
+def system_words(messages: Iterable[Message]) -> list[list[str]]:
+    """The words of each text that tells the model how to behave."""
+    return [words_of(str(m.get("content") or "")) for m in messages if m.get("role") in ("system", "developer")]

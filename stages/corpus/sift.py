@@ -86,7 +86,7 @@ class Sift:
         self.fates[order[again]] = Fate.DUPLICATE
 
     def drop_leaks(self, apart: KeptApart) -> list[tuple[int, str, float]]:
-        """Training prompts that share their text with a prompt of `apart` fall; returns them as `_leaks` gives them."""
+        """Training rows that share text with a prompt of `apart` fall; returns them as `_leaks` gives them."""
         found = self._leaks(apart)
         for number, name, _ in found:
             self._drop(number, Fate.LEAK, f"shares its text with {name}")

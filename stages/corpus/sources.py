@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stages.contracts.params import Source
 
 _CHARACTERS_PER_TOKEN = 3  # below what any tokenizer needs for English and Python
+_DEEPER = 64  # levels of nesting that are left to those who write an item further down the stack
 _COMPACT = json.JSONEncoder(sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _GENERAL_KNOWLEDGE = Path(__file__).with_name("general_knowledge.jsonl")
 
@@ -102,8 +103,13 @@ def item_of(record: Record | Item | Reject) -> tuple[Item | Reject, bytes, str]:
         shape, read = read_row(record.item, value)
         return read, written(read), f"{shape} in {record.words}"
     except RowFault as fault:
-        reject = Reject(record.item, fault.reason, fault.detail)
+        reject = Reject(record.item, _writable(fault.reason), _writable(fault.detail))
         return reject, compact(_shown(reject)), ""
+
+
+def _writable(text: str) -> str:
+    """Text with what UTF-8 cannot hold as its number: half a surrogate pair, and how Python keeps bytes that are none."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _shown(item: Item | Reject) -> list[Any]:
@@ -152,8 +158,9 @@ def records(path: str, *, only_lines: bool = False) -> Iterator[Record]:
                 got=opened.words,
                 do="set `kind: files` for this source: it reads JSON, Parquet and Arrow too",
             )
+        name = _writable(blob.name)
         for number, value in opened.records:
-            yield Record(f"{blob.name}:{number}", value, opened.words)
+            yield Record(f"{name}:{number}", value, opened.words)
 
 
 def read_files(path: str, shapes: Counter[str] | None = None, *, only_lines: bool = False) -> Iterator[Item | Reject]:
@@ -180,7 +187,10 @@ def written(item: Item) -> bytes:
         RowFault: it cannot be written as JSON again.
     """
     try:
-        return compact(_shown(item))
+        nested = _shown(item)
+        for _ in range(_DEEPER):
+            nested = [nested]
+        return compact(nested)[_DEEPER:-_DEEPER]
     except UnicodeEncodeError as error:
         strange = error.object[error.start : error.end]
         if all(0xDC80 <= ord(c) <= 0xDCFF for c in strange):  # how formats.py keeps bytes that are no UTF-8

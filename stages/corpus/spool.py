@@ -241,3 +241,11 @@ class Tally:
         self.reasons[reject.reason] += 1
         self.first = self.first or reject
         return reject
+
+    @property
+    def words(self) -> str:
+        """How many of each reason, and what the first is; "" of none."""
+        if (one := self.first) is None:
+            return ""
+        reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(self.reasons.items()))
+        return f"{reasons}; the first is {one.item}: {one.reason} {one.detail[:80]}".rstrip()

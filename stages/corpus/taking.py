@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from stages.corpus.candidates import asked_row, given_rows, ready_row
 from stages.corpus.conversations import check_turns
-from stages.corpus.grams import LEAK_WORDS, Grams, grams_of_rows, word_hashes
-from stages.corpus.items import Item, Reject, RowFault
+from stages.corpus.grams import LEAK_WORDS, Grams, beside, grams_of_rows, word_hashes
+from stages.corpus.items import Item, Message, Reject, RowFault
 from stages.corpus.near import NEAR_WORDS, Signature, sketched
-from stages.corpus.quality import prompt_words
+from stages.corpus.quality import later_words, prompt_words, system_words
 from stages.corpus.ready import ReadyRows
 from stages.corpus.rendering import Renderer
 from stages.corpus.shapes import Ready
@@ -38,7 +38,8 @@ class Taken:
 
     `candidates` are packed for the spool, `count` of them; `rejects` each with its place. One value a candidate: `prompts`
     (12 bytes of its prompt id), `rows` (its row's or prompt's digest, u64), `held` (u8), `signatures` (u32 [count, 64]).
-    `apart`: prompt ids and n-grams of the held-out ones.
+    `apart`: prompt ids and n-grams of the held-out ones; `later`: number among the candidates, prompt id and n-grams of
+    what the user says further on in them.
     """
 
     read: int
@@ -53,6 +54,7 @@ class Taken:
     held: npt.NDArray[np.uint8]
     signatures: Signature
     apart: list[tuple[str, Grams]]
+    later: list[tuple[int, str, Grams]]
 
 
 class Taker:
@@ -146,13 +148,17 @@ class Taker:
         hashes = [word_hashes(prompt_words(one.turns)) for one in candidates]
         leak = grams_of_rows(hashes, LEAK_WORDS)
         # a further row of a conversation is near its first by nature, so it is compared with no other
+        last = {
+            at >> 20: i for i, (at, _, _) in enumerate(rows)
+        }  # of a conversation's rows the one that holds most of it
+        whole, later = _beside([one.turns for one in candidates], leak)
         close = grams_of_rows([h[:0] if k else h for h, (_, k, _) in zip(hashes, rows, strict=True)], NEAR_WORDS)
         return Taken(
             read=len(outcomes),
             extra=len(placed) - len(outcomes),
             origin=origin,
             shapes=shapes,
-            candidates=packed([at for at, _, _ in rows], candidates, leak),
+            candidates=packed([at for at, _, _ in rows], candidates, whole),
             count=len(rows),
             rejects=[(at, one) for at, _, one in placed if isinstance(one, Reject)],
             prompts=bytes.fromhex("".join(one.prompt_id for one in candidates)),
@@ -164,7 +170,32 @@ class Taker:
                 for one, words in zip(candidates, leak, strict=True)
                 if one.split == "held_out" and len(words)
             ],
+            later=[
+                (i, one.prompt_id, later[i])
+                for i, one in enumerate(candidates)
+                if one.split == "held_out" and i in later and last[rows[i][0] >> 20] == i
+            ],
         )
+
+
+def _beside(turns: Sequence[Sequence[Message]], of_prompts: Sequence[Grams]) -> tuple[list[Grams], dict[int, Grams]]:
+    """N-grams of all that a row holds and is not answered: of its prompt, system texts and later turns, each for itself; and
+    by row those of later turns alone, short ones left out."""
+    texts = [(i, late, w) for i, of in enumerate(turns) for late, w in _texts_beside(of)]
+    found = grams_of_rows([word_hashes(w) for _, _, w in texts], LEAK_WORDS)
+    whole, later = [[of] for of in of_prompts], {}
+    for (i, late, words), of in zip(texts, found, strict=True):
+        short = len(words) < LEAK_WORDS
+        whole[i].append(beside(of) if short else of)
+        if late and not short:
+            later.setdefault(i, []).append(of)
+    joined = [of[0] if len(of) == 1 else np.unique(np.concatenate(of)) for of in whole]
+    return joined, {i: np.unique(np.concatenate(of)) for i, of in later.items()}
+
+
+def _texts_beside(turns: Sequence[Message]) -> list[tuple[bool, list[str]]]:
+    """Texts beside a prompt as words, and whether each is a later turn."""
+    return [(False, w) for w in system_words(turns)] + [(True, w) for w in later_words(turns)]
 
 
 _taker: Taker | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -19,7 +20,7 @@ import pytest
 from stages.contracts.errors import DataError
 from stages.corpus import formats
 from stages.corpus.items import Item, Reject
-from stages.corpus.places import find
+from stages.corpus.places import Blob, find
 from stages.corpus.sources import read_files
 
 ROWS = [{"prompt": f"Question {i}: \u00e9\U0001f600\0?", "response": f"Answer {i}."} for i in range(700)]
@@ -47,10 +48,15 @@ def zstd(data: bytes) -> bytes:
     return pa.compress(data, codec="zstd", asbytes=True)
 
 
+def skippable(kind: int) -> bytes:
+    """A frame of zstd that holds no data of the file."""
+    return bytes([0x50 + kind]) + b"\x2a\x4d\x18\x04\0\0\0size"
+
+
 FILES = {
     "JSON lines": LINES,
     "JSON lines, gzip": gzip.compress(LINES[:5000]) + gzip.compress(LINES[5000:]),
-    "JSON lines, zstd": zstd(LINES[:5000]) + zstd(LINES[5000:]),
+    "JSON lines, zstd": skippable(0) + zstd(LINES[:5000]) + skippable(15) + zstd(LINES[5000:]),
     "JSON": json.dumps(ROWS, indent=1).encode(),
     "JSON, gzip": gzip.compress(b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
     "JSON, zstd": zstd("\n".join(json.dumps(row, indent=2) for row in ROWS).encode()),
@@ -75,6 +81,24 @@ def test_an_arrow_file_and_a_wrapped_list_are_read_too(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps({"version": 1, "data": ROWS[:3]}, indent=1))
     (tmp_path / "c.json").write_text(json.dumps(ROWS[0]))
     assert len(list(read_files(str(tmp_path)))) == 704
+
+
+def test_an_object_gives_its_list_only_where_it_stands_alone_and_is_no_row(tmp_path: Path) -> None:
+    """Objects one after the other were once replaced by a list that each had beside its turns."""
+    rows = [{**row, "items": [], "examples": ["a"]} for row in ROWS[:3]]
+    for indent in (1, None):
+        laid = [json.dumps(row, indent=indent) for row in rows]
+        (tmp_path / "x.json").write_text("\n".join(laid))
+        read = list(read_files(str(tmp_path / "x.json")))
+        assert [type(r) for r in read] == [Item] * 3
+        (tmp_path / "x.json").write_text(laid[0])
+        assert list(read_files(str(tmp_path / "x.json"))) == read[:1]
+        wrapped = json.dumps({"data": ROWS[:3]}, indent=indent)
+        (tmp_path / "x.json").write_text(wrapped)
+        assert [i.item for i in read_files(str(tmp_path / "x.json"))] == ["x.json:1", "x.json:2", "x.json:3"]
+        (tmp_path / "x.json").write_text(wrapped + "\n" + laid[0])
+        strange, good = read_files(str(tmp_path / "x.json"))
+        assert isinstance(strange, Reject) and strange.reason == "unknown layout" and isinstance(good, Item)
 
 
 def test_a_folder_saved_by_datasets_gives_its_rows_alone_and_one_of_splits_asks_which(tmp_path: Path) -> None:
@@ -113,12 +137,64 @@ def test_column_files_do_not_fill_absent_keys_with_nulls(tmp_path: Path) -> None
     }
 
 
+def column_file(path: Path, table: pa.Table) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_times_beside_and_within_turns_cost_no_row(tmp_path: Path, name: str) -> None:
+    """Turns of WildChat hold their time; and Python has no year 30,000."""
+    zoned, far = pa.timestamp("us", "Mars/Base"), 9 * 10**17
+    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("timestamp", zoned)])
+    said = [{"role": r, "content": "hi", "timestamp": t} for r, t in (("user", 0), ("assistant", None))]
+    columns: dict[str, Any] = {
+        "messages": pa.array([said], pa.list_(turn)),
+        "at": pa.array([far], zoned),
+        "took": pa.array([far], pa.duration("s")),
+        "day": pa.array([2**30], pa.int32()).cast(pa.date32()),
+        "who": pa.StructArray.from_arrays([pa.array(["a"])] * 2, names=["n", "n"]),
+    }
+    (item,) = read_files(column_file(tmp_path / name, pa.table(columns)))
+    assert isinstance(item, Item)
+    assert item.messages[0] == {"role": "user", "content": "hi", "timestamp": "1970-01-01 00:00:00.000000"}
+    assert item.messages[1] == {"role": "assistant", "content": "hi"}
+    (reject,) = read_files(column_file(tmp_path / name, pa.table(columns).drop(["messages"])))
+    assert isinstance(reject, Reject) and "keys ['at', 'day', 'took', 'who']" in reject.detail
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_a_column_file_with_two_fields_of_one_name_is_told_which(tmp_path: Path, name: str) -> None:
+    turns = pa.StructArray.from_arrays([pa.array(["a"])] * 3, names=["role", "content", "content"])
+    listed = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), turns)
+    for arrays, names, told in (
+        ([listed], ["messages"], r"messages\.\w+\.content"),
+        ([pa.array(["a"])] * 2, ["text", "text"], "text"),
+    ):
+        path = column_file(tmp_path / name, pa.Table.from_arrays(arrays, names=names))
+        with pytest.raises(DataError, match=rf"two fields of one name[\s\S]*twice `{told}`"):
+            list(read_files(path))
+
+
 @pytest.mark.parametrize("words", ["JSON lines, gzip", "JSON lines, zstd", "JSON, gzip", "Parquet", "Arrow"])
 def test_a_packed_or_column_file_cut_off_stops_and_is_named(tmp_path: Path, words: str) -> None:
     (tmp_path / "x").write_bytes(FILES[words][: len(FILES[words]) // 2])
     with pytest.raises(DataError, match="damaged or cut off") as error:
         list(read_files(str(tmp_path / "x")))
     assert error.value.where == str(tmp_path / "x") and "checksum" in error.value.do
+
+
+def test_a_file_that_cannot_be_read_at_its_start_is_named() -> None:
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(DataError, match=r"damaged or cut off\s*where: /mnt/x[\s\S]*Input/output error"):
+        formats.open_rows(Blob("x", "/mnt/x", Failing))
 
 
 PACKED = ["JSON lines, gzip", "JSON lines, zstd", "JSON, gzip", "JSON, zstd", "Parquet", "Arrow"]
@@ -163,6 +239,22 @@ def test_faults_within_a_json_array_are_told_as_those_of_lines_are(tmp_path: Pat
     assert [getattr(i, "reason", "") for i in items] == ["not UTF-8", "lone surrogate", "not an object", ""]
 
 
+def test_what_is_no_utf8_within_a_fault_or_a_file_name_is_written_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
+    part, role = (
+        '{"role": "user", "content": [{"type": "\\ud800"}]}',
+        '{"role": "\\udc80", "content": [{"type": "image"}]}',
+    )
+    path.write_text(f'{{"messages": [{part}]}}\n{{"messages": [{role}]}}\n{json.dumps(ROWS[0])}\n')
+    first, second, good = read_files(str(path))
+    assert isinstance(first, Reject) and first.detail == "user: a part of type \\ud800"
+    assert isinstance(second, Reject) and second.detail == "\\udc80: a part of type image"
+    assert isinstance(good, Item) and good.item == "caf\\udce9.jsonl:3"
+    (tmp_path / "x.json").write_bytes(b'[{"messages": [{"role": "a\xff", "content": [{"type": "image"}]}]}]')
+    (bad,) = read_files(str(tmp_path / "x.json"))
+    assert isinstance(bad, Reject) and bad.detail == "a\\udcff: a part of type image"
+
+
 def test_a_value_that_is_no_json_number_costs_its_row_and_none_behind_it(tmp_path: Path) -> None:
     """One NaN once took every row behind it along, without a word."""
     good = json.dumps(ROWS[0])
@@ -170,6 +262,15 @@ def test_a_value_that_is_no_json_number_costs_its_row_and_none_behind_it(tmp_pat
     read = list(read_files(str(tmp_path / "x.json")))
     assert [type(r) for r in read] == [Item, Reject, Reject, Item]
     assert all("not JSON" in r.reason for r in read if isinstance(r, Reject))
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "9" * 5000])
+def test_such_a_value_may_begin_a_row_longer_than_what_is_read_at_once(tmp_path: Path, number: str) -> None:
+    good, long = json.dumps(ROWS[0]), f'{{"a": {number}, "prompt": "{"y" * 200_000}"}}'
+    (tmp_path / "x.json").write_text(f"[{good},\n{long},\n{good}]")
+    assert [getattr(r, "reason", "") for r in read_files(str(tmp_path / "x.json"))] == ["", "not JSON", ""]
+    (tmp_path / "x.json").write_text(f"[{good},\n{long[:-20]}")
+    assert [getattr(r, "reason", "") for r in read_files(str(tmp_path / "x.json"))] == ["", "row cut off"]
 
 
 def test_a_fault_of_syntax_with_rows_behind_it_stops_instead_of_hiding_them(tmp_path: Path) -> None:

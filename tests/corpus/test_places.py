@@ -20,8 +20,11 @@ import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
-from stages.contracts.errors import DataError
+from stages.contracts.errors import DataError, ParamsError
+from stages.contracts.params import load_params
+from stages.corpus import places
 from stages.corpus.places import _as_regex, find
 from stages.corpus.sources import read_files
 
@@ -47,6 +50,60 @@ def test_a_path_that_names_nothing_says_what_was_looked_for(tmp_path: Path) -> N
 def test_a_path_longer_than_the_file_system_allows_is_told_in_words() -> None:
     with pytest.raises(DataError, match=r"path is longer than[\s\S]*\(307 characters\)[\s\S]*mend `path`"):
         find("a" * 300 + "/*.json")
+
+
+def test_links_to_folders_are_followed_but_in_no_circle_and_one_to_nothing_is_told(tmp_path: Path) -> None:
+    """Rows behind them were once left out without a word."""
+    for name in ("dir/a.jsonl", "real/b.jsonl", "real/deep/c.jsonl", "dir/.hidden/d.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "dir/sub").symlink_to(tmp_path / "real")
+    (tmp_path / "real/deep/back").symlink_to(tmp_path / "dir")
+    assert [b.name for b in find(str(tmp_path / "dir"))] == ["a.jsonl", "sub/b.jsonl", "sub/deep/c.jsonl"]
+    (tmp_path / "dir/gone.jsonl").symlink_to(tmp_path / "none.jsonl")
+    for path in (tmp_path / "dir", tmp_path / "dir/*.jsonl", tmp_path / "dir/gone.jsonl"):
+        with pytest.raises(DataError, match=r"leads nowhere\s*where: .*gone.jsonl[\s\S]*a link to .*none.jsonl"):
+            find(str(path))
+
+
+def test_a_file_that_is_there_is_itself_before_it_is_a_glob(tmp_path: Path) -> None:
+    for name in ("br[1].jsonl", "br1.jsonl", "x[1]/a.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert [b.name for b in find(str(tmp_path / "br[1].jsonl"))] == ["br[1].jsonl"]
+    assert [b.name for b in find(str(tmp_path / "x[1]"))] == ["a.jsonl"]
+
+
+def test_an_empty_path_is_refused_for_it_would_read_the_current_folder(repo_root: Path, tmp_path: Path) -> None:
+    raw = yaml.safe_load((repo_root / "params.yaml").read_text())
+    given = {"kind": "files", "domain": "d", "licence": "l", "answers": "given", "limit": 1, "name": "s"}
+    for changes in ({"sources": [given | {"path": " "}]}, {"benchmark_prompts": [""]}):
+        (tmp_path / "params.yaml").write_text(yaml.safe_dump(raw | {"prepare": raw["prepare"] | changes}))
+        with pytest.raises(ParamsError, match=r"path.? is empty"):
+            load_params(tmp_path / "params.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("AWS_PROFILE", "nobody", r"settings for S3[\s\S]*profile \(nobody\)"),
+        ("AWS_ENDPOINT_URL", "localhost:9000", r"settings for S3[\s\S]*with its http://[\s\S]*localhost:9000"),
+    ],
+)
+def test_settings_for_s3_that_cannot_be_used_are_told_in_words(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(DataError, match=told):
+        find("s3://rows/a")
+
+
+def test_wildcards_that_cannot_be_read_and_a_key_that_looks_like_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_client", lambda path: None)
+    monkeypatch.setattr(places, "_listing", lambda *of: [("a[1].jsonl", (1, "x")), ("a1.jsonl", (1, "x"))])
+    assert [b.where for b in find("s3://rows/a[1].jsonl")] == ["s3://rows/a[1].jsonl"]
+    with pytest.raises(DataError, match=r"wildcards that cannot be read[\s\S]*bad character range z-a"):
+        find("s3://rows/[z-a]*.jsonl")
 
 
 def free_port() -> int:

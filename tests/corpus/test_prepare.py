@@ -525,6 +525,94 @@ def test_training_rows_that_hold_a_benchmark_prompt_are_rejected_and_named(line:
         prepare.main()
 
 
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ('{"problem": "Say 1"}\n{"cut', "of 3 rows 1 line cut off, 1 unknown layout; the first is exam.jsonl:2"),
+        ('{"input_ids": [999999]}', "of 2 rows 1 foreign token id; the first is exam.jsonl:2: foreign token id 999999"),
+        ('{"input_ids": []}', "1 no tokens"),
+        ('{"prompt": "?!"}', "1 no word of a user"),
+    ],
+)
+def test_a_benchmark_prompt_that_cannot_be_read_stops_the_run(line: dict, bad: str, told: str) -> None:
+    Path("exam.jsonl").write_text('{"question": "fine"}\n' + bad)
+    line["prepare"]["benchmark_prompts"] = ["exam.jsonl"]
+    write(line)
+    with pytest.raises(DataError, match="Benchmark prompts cannot be read") as error:
+        prepare.main()
+    assert told in error.value.got and error.value.where.endswith("exam.jsonl")
+
+
+def test_calls_and_tools_nested_to_any_depth_are_kept_or_rejected_in_words(line: dict) -> None:
+    """Some levels once ended the run: they were shallow enough to be read, and too deep to be written further down."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "DEEP"}}]}
+    asking = {"messages": [{"role": "user", "content": "hi"}, call]}
+    offered = {"tools": [{"name": "f", "parameters": {"properties": {"a": {"default": "DEEP"}}}}], **chat("hi", "yes")}
+    levels = range(800, 1000)
+    deep = [json.dumps(row).replace('"DEEP"', "[" * n + "]" * n) for n in levels for row in (asking, offered)]
+    Path("rows.jsonl").write_text("\n".join([*deep, json.dumps(chat("Say it", "Yes, it is."))]))
+    line["prepare"] |= {"max_prompt_tokens": 9999, "max_row_tokens": 20000}
+    files(line, limit=999)
+    prepare.main()
+    assert manifest().sources[0].rejects["nested too deeply"] >= 100
+
+
+EXAM = "list all the prime factors of a given number"
+
+
+def test_a_benchmark_prompt_is_found_in_later_turns_system_texts_and_ready_rows(line: dict) -> None:
+    """Only what stood before the first answer was once looked at."""
+    ready = chat("Hey", "yes", EXAM, "no")
+    marks = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in ready["messages"])
+    spans = [[marks.index(f"\n{said}<") + 1, marks.index(f"\n{said}<") + 3] for said in ("yes", "no")]
+    kept = [chat(f"Say {i}", "It is so.", "go on", "It goes on.") for i in range(4)]
+    told = chat("Begin", "It is begun.")
+    told["messages"].insert(0, {"role": "system", "content": f"You {EXAM}."})
+    leaks = [chat("Hello", "It is here.", EXAM.upper(), "done"), told, chat("Hi", "It is me.", "Why is that?", "done")]
+    files(line)
+    Path("rows.jsonl").write_text(
+        "".join(json.dumps(c) + "\n" for c in [*kept, *leaks, {"text": marks, "spans": spans}])
+    )
+    Path("exam.jsonl").write_text(json.dumps({"prompt": EXAM}) + '\n{"prompt": "why is that"}\n')
+    line["prepare"] |= {"benchmark_prompts": ["exam.jsonl"], "held_out_share": 1e-9}
+    write(line)
+    prepare.main()
+    rejects = pq.read_table("data/prepared/rejects.parquet").to_pylist()
+    assert {r["item"]: r["detail"][-12:] for r in rejects if r["reason"] == "leaks a held-out prompt"} == {
+        "rows.jsonl:5": "exam.jsonl:1", "rows.jsonl:6": "exam.jsonl:1", "rows.jsonl:7": "exam.jsonl:2",
+        "rows.jsonl:8": "exam.jsonl:1",
+    }  # fmt: skip
+    assert len(rows("given")) == 4
+
+
+def test_held_out_questions_and_later_turns_are_kept_out_of_later_turns(line: dict) -> None:
+    """What many say in later turns, short or long, costs no row."""
+    all_say = "now tell it once more and make it shorter than before"
+    questions = [chat(f"relate the number n{i} to the theorem of smith{i}, bob{i}", "It does.") for i in range(12)]
+    asked_later = [chat(f"Hi {i}", "hello", q["messages"][0]["content"], "It does.") for i, q in enumerate(questions)]
+    own = [f"and what would old jones{i} have said of that{i}" for i in range(12)]
+    first = [chat(f"A {i}", "yes", all_say, "yes", "go on", "yes", said, "yes") for i, said in enumerate(own)]
+    second = [chat(f"B {i}", "no", all_say, "no", said, "no") for i, said in enumerate(own)]
+    given = line["prepare"]["sources"][1]
+    line["prepare"] |= {"sources": [given | {"name": n, "path": f"{n}.jsonl"} for n in "abcd"], "held_out_share": 0.5}
+    line["prepare"] |= {"max_row_tokens": 400}
+    for name, listed in zip("abcd", (questions, asked_later, first, second), strict=True):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(c) + "\n" for c in listed))
+    write(line)
+    prepare.main()
+    rejects = pq.read_table("data/prepared/rejects.parquet").to_pylist()
+    held = {n: {json.loads(r["messages"])[0]["content"] for r in rows(n) if r["split"] == "held_out"} for n in "abcd"}
+    of = dict(zip("abcd", (questions, asked_later, first, second), strict=True))
+    sides = {n: [c["messages"][0]["content"] in held[n] for c in listed] for n, listed in of.items()}
+    told = {
+        f"{other}.jsonl:{i + 1}"
+        for kept, other in ("ab", "ba", "cd", "dc")
+        for i in range(12)
+        if sides[kept][i] and not sides[other][i]
+    }
+    assert {r["item"] for r in rejects if r["reason"] == "leaks a held-out prompt"} == told and len(told) > 6
+
+
 def test_weights_draw_the_shares_of_rows_and_count_what_they_leave_out(line: dict) -> None:
     for source, weight in zip(line["prepare"]["sources"], (3, 1), strict=True):
         source["weight"] = weight

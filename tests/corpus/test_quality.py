@@ -25,7 +25,7 @@ from stages.corpus.grams import (
 )
 from stages.corpus.items import Item
 from stages.corpus.near import NEAR_WORDS, Signatures, sketched
-from stages.corpus.quality import has_supervised_pair, prompt_words, repeats_itself
+from stages.corpus.quality import has_supervised_pair, later_words, prompt_words, repeats_itself, system_words
 from stages.corpus.rendering import GivenRow
 from stages.corpus.split import prompt_id, row_id, split_of
 from stages.corpus.spool import Candidate
@@ -158,8 +158,10 @@ def test_near_duplicates_fall_behind_the_first_in_rank_and_chains_keep_their_thi
 
 
 def test_the_words_of_a_prompt_are_what_the_user_says_before_the_first_answer() -> None:
-    turns = [("system", "Be kind."), ("user", "One?"), ("assistant", "1"), ("user", "Two?")]
-    assert prompt_words([{"role": r, "content": c} for r, c in turns]) == ["one"]
+    turns = [("system", "Be kind."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("tool", "3")]
+    messages = [{"role": r, "content": c} for r, c in turns]
+    assert prompt_words(messages) == ["one"]
+    assert (later_words(messages), system_words(messages)) == ([["two"]], [["be", "kind"]])
 
 
 def test_sketches_of_many_prompts_are_those_that_datasketch_makes_of_each() -> None:

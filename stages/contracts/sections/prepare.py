@@ -27,6 +27,8 @@ class Source(Section):
         of_files = self.kind in ("jsonl", "files")
         if of_files != (self.path is not None):
             raise ValueError("`path` is needed by the kinds files and jsonl, and only by them")
+        if self.path is not None and not self.path.strip():
+            raise ValueError("`path` is empty, which would be all of the current folder: name a file, folder or glob")
         if not of_files and self.answers == "given":
             raise ValueError(f"kind {self.kind} holds prompts without answers: answers must be `regenerate`")
         return self
@@ -107,6 +109,13 @@ class Prepare(Section):
     near_duplicates: Literal["keep", "drop"]
     near_duplicate_similarity: Annotated[Number, Field(ge=0.5, le=1)]
     benchmark_prompts: tuple[str, ...]
+
+    @field_validator("benchmark_prompts")
+    @classmethod
+    def _benchmarks_have_paths(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(path.strip() for path in paths):
+            raise ValueError("a path is empty, which would be all of the current folder: name a file, folder or glob")
+        return paths
 
     @model_validator(mode="after")
     def _all_weights_or_none(self) -> Prepare:
