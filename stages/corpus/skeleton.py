@@ -22,6 +22,8 @@ from stages.corpus.items import Message, RowFault
 Text = Callable[[Sequence[Message], bool], str]
 _MARK = re.compile("\ue000(\\d+)\ue001")
 _PLAIN = {"role", "content"}
+# What a template may end in besides jinja's own: the errors of whatever it calls on a text.
+CALLED = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError)
 
 
 class Skeletons:
@@ -42,10 +44,12 @@ class Skeletons:
         return None if whole is None or whole != self._own_text(messages, False) else whole
 
     def _own_text(self, messages: Sequence[Message], generation: bool) -> str | None:
+        from jinja2.exceptions import TemplateError
+
         assert self._alone is not None
         try:
             return self._alone.render(messages=messages, add_generation_prompt=generation, **self._variables)
-        except Exception:  # noqa: BLE001  the template's own, which the rendering turn by turn tells
+        except (TemplateError, *CALLED):  # the rendering turn by turn tells it
             return None
 
     def opening(self, messages: Sequence[Message], count: int, *, generation: bool) -> str | None:

@@ -22,7 +22,7 @@ from stages.corpus.by_word import ByWord, Ids, by_word, encode_whole
 from stages.corpus.items import Message, RowFault
 from stages.corpus.marks import AddedTokens
 from stages.corpus.reasoning import CLOSE, OPEN
-from stages.corpus.skeleton import Skeletons
+from stages.corpus.skeleton import CALLED, Skeletons
 
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1")
 _PROBE = "qzxprobe"  # a word that no template writes by itself
@@ -240,7 +240,7 @@ class Template:
             return self.tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **told)
         except (TemplateError, TypeError, RecursionError) as error:
             raise RowFault("template refuses", str(error)) from error
-        except Exception as error:  # a template may call anything on a text, with that call's own errors
+        except CALLED as error:
             raise RowFault("template refuses", f"{type(error).__name__}: {error}") from error
 
     def _source(self, tools: Sequence[dict[str, Any]]) -> str:
