@@ -169,7 +169,7 @@ class _Gathering:
             self.later_of.append(first + number)
 
     def set_apart(self) -> list[Candidate]:
-        """The out-of-distribution prompts, and the texts of benchmark prompts: no training prompt may hold them."""
+        """The out-of-distribution prompts, and the texts of benchmark prompts: no training row may hold them."""
         apart = []
         for item in general_knowledge()[: self.prepare.out_of_distribution]:
             candidate = asked(item, self.prepare, self.renderer)

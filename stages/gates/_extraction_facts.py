@@ -32,6 +32,7 @@ _TAKEN = (
     "on_policy",
     "prompt_tokens",
 )
+_TELLING_WORDS = 8  # that stand in two texts are seldom chance
 _COUNTED = ("tokens", "mask_tokens", "lowest_id", "highest_id", "strange_mask_values", "supervised_tokens")
 _COMPARED = ("longest_supervised_run", "first_supervised_token", "recomputed_row_id", "recomputed_prompt_id")
 _FACTS = [*_TAKEN, *_COUNTED, *_COMPARED, "begins_as_the_template", "opening_bos"]
@@ -147,35 +148,51 @@ def _twice(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class _Said:
-    """What prompts say, after normalisation: 64 bits of each, and the names of the held-out rows."""
+    """What prompts say, after normalisation: 64 bits of each, and the names of the held-out rows. A held-out prompt of some
+    words is also looked for in the later turns and system texts of training rows."""
 
     def __init__(self) -> None:
         self._train: list[npt.NDArray[np.uint64]] = [_NONE]
-        self._held: list[tuple[str, int]] = []
+        self._held: list[tuple[str, list[int]]] = []
 
     def take(self, rows: Any) -> None:
-        numbers = _numbers([normalised_prompt(m) for m in rows["messages"]])
-        self._train.append(numbers[(rows["split"] == "train").to_numpy(bool)])
-        held = np.flatnonzero((rows["split"] == "held_out").to_numpy(bool))
-        self._held += [(rows["row_id"].iloc[i], int(numbers[i])) for i in held]
+        train: list[str] = []
+        for name, split, messages in zip(rows["row_id"], rows["split"], rows["messages"], strict=True):
+            prompt, asked, beside = normalised(messages)
+            if split == "train":
+                train += [prompt, *asked, *beside]
+            elif split == "held_out":
+                self._held.append((name, [_number(text) for text in (prompt, *asked)]))
+        self._train.append(_numbers(train))
 
     def shared(self) -> list[str]:
-        """Held-out rows whose prompt is also a training prompt."""
-        both = np.isin(np.array([n for _, n in self._held], np.uint64), np.concatenate(self._train))
-        return [row for (row, _), shared in zip(self._held, both, strict=True) if shared]
+        """Held-out rows whose prompt is also a training prompt, or a later turn or system text of a training row."""
+        flat = np.array([n for _, numbers in self._held for n in numbers], np.uint64)
+        both = set(flat[np.isin(flat, np.concatenate(self._train))].tolist())
+        return [row for row, numbers in self._held if not both.isdisjoint(numbers)]
 
 
-def normalised_prompt(messages: str) -> str:
-    """The conversation before the first answer: roles and words, without case, spacing or punctuation."""
+def normalised(messages: str) -> tuple[str, list[str], list[str]]:
+    """Of a conversation, without case, spacing or punctuation: roles and words before the first answer; the user's words
+    there; and each system text and later turn of the user. Of the last two, those with words enough to be no chance."""
     turns: list[str] = []
+    asked: list[str] = []
+    beside: list[str] = []
+    answered = False
     for message in json.loads(messages):
-        if message.get("role") == "assistant":
-            break
-        content = message.get("content")
+        role, content = message.get("role"), message.get("content")
+        answered = answered or role == "assistant"
+        if answered and role != "user":
+            continue
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         words = re.findall(r"\w+", text.lower())
-        turns.append(f"{message.get('role')}: {' '.join(words)}")
-    return "\n".join(turns)
+        if not answered:
+            turns.append(f"{role}: {' '.join(words)}")
+        if role == "user" and not answered:
+            asked += words
+        elif role in ("user", "system", "developer"):
+            beside += [" ".join(words)] if len(words) >= _TELLING_WORDS else []
+    return "\n".join(turns), [" ".join(asked)] if len(asked) >= _TELLING_WORDS else [], beside
 
 
 def _facts(row: dict[str, Any], evidence: Evidence) -> dict[str, Any]:

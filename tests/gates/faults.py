@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,6 +117,22 @@ def same_words(evidence: Any) -> Any:
     """Row 0, held out, asks what row 1, trained on, asks: in capitals, with other spacing."""
     text = evidence.rows.at[1, "messages"].replace("Question coding 1?", "QUESTION   coding, 1")
     return cell("rows", 0, messages=text)(evidence)
+
+
+def asked_later(evidence: Any) -> Any:
+    """Row 0, held out, asks what stands in a later turn of row 1, trained on."""
+    text = "Name all the rivers of the old coding country, please!"
+    turns = [("user", text), ("assistant", "They are many.")]
+    later = [
+        ("system", "Be kind."),
+        ("user", "Hello"),
+        ("assistant", "Hi."),
+        ("user", text.upper()),
+        ("assistant", "Hm."),
+    ]
+    for row, said in ((0, turns), (1, later)):
+        evidence = cell("rows", row, messages=json.dumps([{"role": r, "content": c} for r, c in said]))(evidence)
+    return evidence
 
 
 def doubled(evidence: Any) -> Any:
@@ -352,6 +369,13 @@ EXTRACTION = (
         "splits",
         "held-out prompts do not share their text with training prompts",
         same_words,
+        "1 of 8 held-out prompts",
+    ),
+    Fault(
+        "asked later",
+        "splits",
+        "held-out prompts do not share their text with training prompts",
+        asked_later,
         "1 of 8 held-out prompts",
     ),
     Fault(
