@@ -107,9 +107,7 @@ def _cut(
     if not has_supervised_pair(learnt):
         return Reject(item, "no supervised pair", f"{sum(learnt)} answer tokens within {prepare.max_row_tokens}")
     kept = ids[: prepare.max_row_tokens]
-    cut = (
-        mask.find(1, prepare.max_row_tokens) >= 0
-    )  # of padding, or a question behind the last answer, nothing is learnt
+    cut = mask.find(1, prepare.max_row_tokens) >= 0  # what follows the last answer is no loss
     whole = Given(kept, learnt, cut, row_id(kept, learnt), _loops(kept, learnt, end_ids))
     return _make(item, side, kept[: learnt.index(1)], messages, prepare, whole)
 

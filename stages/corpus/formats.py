@@ -29,9 +29,7 @@ _DECODER = json.JSONDecoder(parse_constant=no_number)
 _BATCH_ROWS = 256
 _BOM = b"\xef\xbb\xbf"
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-_SKIPPABLE = re.compile(
-    rb"[\x50-\x5f]\x2a\x4d\x18"
-)  # a frame of zstd that holds no data, as pzstd writes before the others
+_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a frame of zstd without data: pzstd begins with one
 _PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _WRAPPERS = ("data", "rows", "examples", "items", "instances")  # a JSON object that holds the rows in one list

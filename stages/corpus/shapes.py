@@ -27,7 +27,7 @@ _TURNS = ("messages", "conversations", "conversation")
 _PROMPT_KEYS, _ANSWER_KEYS = ("prompt", "instruction", "question"), ("response", "answer", "output", "completion")
 _MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "labels")
 ROW_KEYS = frozenset((*_TURNS, *_PROMPT_KEYS, "text", "input_ids"))  # by one of these a row's shape is told
-_FURTHER = ("spans", "system", "input", "history", "tools", "functions")
+_FURTHER = ("spans", "system", "input", "context", "history", "tools", "functions", "attention_mask")
 KEYS = ROW_KEYS.union(_ANSWER_KEYS, _MASKS, _FURTHER)  # all that is read of a row
 _ROLES_OF = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gzip
 import io
@@ -120,6 +121,36 @@ def test_files_of_equal_names_below_a_glob_are_told_apart(tmp_path: Path) -> Non
         (tmp_path / day).mkdir()
         (tmp_path / day / "x.jsonl").write_text('{"prompt": "hi"}\n')
     assert [i.item for i in read_files(f"{tmp_path}/**/*.jsonl")] == ["1/x.jsonl:1", "2/x.jsonl:1"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input_ids": [1, 2, 3, 0], "loss_mask": [0, 1, 1, 0], "attention_mask": [1, 1, 1, 0]},
+        {"input_ids": [1, 2, 3, 0], "labels": [-100, 2, 3, -100]},
+        {
+            "instruction": "Say.",
+            "input": "this",
+            "context": "so",
+            "output": "this",
+            "history": [["a", "b"]],
+            "system": "s",
+        },
+        {"question": "Why?", "answer": "So."},
+        {"text": "<q>why<a>so", "spans": [[9, 11]]},
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "weight": 0}]},
+        {
+            "conversations": [{"from": "human", "value": "hi"}],
+            "functions": json.dumps([{"name": "f", "parameters": {}}]),
+        },
+    ],
+)
+def test_a_column_file_gives_what_json_lines_of_the_same_row_give(tmp_path: Path, row: dict[str, Any]) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps(row))
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
+    (plain,), (column,) = (read_files(str(tmp_path / name)) for name in ("x.jsonl", "x.parquet"))
+    assert isinstance(plain, Item) and isinstance(column, Item)
+    assert dataclasses.replace(column, item=plain.item) == plain
 
 
 def test_column_files_do_not_fill_absent_keys_with_nulls(tmp_path: Path) -> None:
