@@ -2,7 +2,8 @@
 
     python -m benchmarks.training_arm INPUTS ARM STEPS ROW_TOKENS SECONDS
 
-ARM: specforge or speculators, either with -bfloat16, or ours with options: -trained (head), -bfloat16 (products), -ce, -lk (loss). ROW_TOKENS 0 takes rows as they are; otherwise rows are joined
+ARM: specforge or speculators, either with -bfloat16, or ours with options: -trained (head), -bfloat16 (products), -ce, -lk
+(loss), -accepted (chains), -steps7 (draft steps, whatever STEPS says). ROW_TOKENS 0 takes rows as they are; otherwise rows are joined
 to rows of that length. Trains on batches of `batch_tokens` row tokens until SECONDS of CPU have been spent after a warm-up.
 """
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from benchmarks.training_floor import product_rate, products_flop, where_time_goes
 from benchmarks.training_peers import SpecForge, Speculators
 from benchmarks.training_rows import Inputs, as_one_row
-from stages.drafts._loss import Loss
+from stages.drafts._loss import Chains, Loss
 from stages.drafts.eagle3 import BatchOrder, Eagle3, PackedBatch, Schedule, Teacher, Trainer
 
 BATCH_TOKENS, WARM, THREADS = 1024, 3, 2
@@ -46,11 +47,14 @@ class Ours:
         products = torch.bfloat16 if "bfloat16" in options else None
         loss: Loss = "ce" if "ce" in options else "lk" if "lk" in options else "kl"
         head = inputs.tensor("head")[ids].clone()
-        teacher = Teacher(inputs.tensor("norm"), head, c.eps, ids, c.vocab_size, loss=loss, products=products)
+        chains: Chains = "accepted" if "accepted" in options else "all"
+        norm = inputs.tensor("norm")
+        teacher = Teacher(norm, head, c.eps, ids, c.vocab_size, loss=loss, products=products, chains=chains)
         torch.manual_seed(seed)
         draft = Eagle3(c, inputs.tensor("embedding"))
         draft.load_state_dict(inputs.start())
         draft.lm_head.requires_grad_("trained" in options)
+        steps = next((int(o.removeprefix("steps")) for o in options if o.startswith("steps")), steps)
         schedule = Schedule(1, RATE, 0.0, 0.01, 1.0, steps, 0.8)
         self.trainer = Trainer(draft, teacher, schedule)
 

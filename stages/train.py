@@ -81,7 +81,18 @@ def read_inputs(params: Params, device: str) -> Inputs:
     d2t, t2d = vocabulary_of(start, (d2t_merged, t2d_merged), params)
     target = load_target(folder, device, stored=True)  # embedding, head and last layer are all that is read
     rows = read_rows(store, target.device)
-    names = ("heads", "kv_heads", "head_dim", "intermediate_size", "norms", "seed", "head", "loss", "products")
+    names = (
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "intermediate_size",
+        "norms",
+        "seed",
+        "head",
+        "loss",
+        "chains",
+        "products",
+    )
     draft, teacher = start_draft(target, target_ids(d2t), **{n: getattr(told, n) for n in (*names, "recompute_steps")})
     if told.norms and not start:
         match_scales(draft, rows.pack(rows.train[:SCALED_BY]).aux)

@@ -29,6 +29,7 @@ from torch import Tensor
 from stages.drafts._products import filled_up, in_rows, lowered
 
 Loss = Literal["kl", "ce", "lk"]
+Chains = Literal["all", "accepted"]
 _PIECE = 256  # positions at once: [256, 8192] float32 is 8 MB
 _ETA = 3.0
 
@@ -44,6 +45,7 @@ class Teacher:
         vocab_size: V of the target.
         loss: what the draft is to lower.
         products: dtype of the matrix products while a gradient is taken, with float32 weights beside; None as the weights.
+        chains: how far training follows a chain: all of it, or while the row's token was the draft's best (_training.py).
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class Teacher:
         vocab_size: int,
         loss: Loss = "kl",
         products: torch.dtype | None = None,
+        chains: Chains = "all",
     ) -> None:
         self.norm, self.head, self.eps = norm, head, eps
         self.loss: Loss = loss
+        self.chains: Chains = chains
         self.products = products
         self.target_ids = target_ids
         self.draft_id = target_ids.new_full((vocab_size,), -1)

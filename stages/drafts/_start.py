@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stages.contracts.draft import DraftNorm
 from stages.contracts.errors import DataError
-from stages.drafts._loss import Loss, Teacher
+from stages.drafts._loss import Chains, Loss, Teacher
 from stages.drafts._module import Eagle3, Eagle3Config
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def start_draft(
     norms: Sequence[DraftNorm] = (),
     head: Literal["trained", "frozen"] = "trained",
     loss: Loss = "kl",
+    chains: Chains = "all",
     products: Literal["auto", "float32", "bfloat16"] = "float32",
     recompute_steps: bool = False,
 ) -> tuple[Eagle3, Teacher]:
@@ -44,6 +45,7 @@ def start_draft(
         head: "frozen" leaves lm_head as the target's own rows, so that neither its gradient nor its optimizer state is
             computed: less work a step, for a little accept length (served on the default rows: 1.692, trained 1.727).
         loss: what training lowers; _loss.py has the formulae.
+        chains: how far it follows them; see Teacher.
         products: dtype of training's matrix products; weights, sums and optimizer stay float32 either way.
         recompute_steps: see Eagle3.
     """
@@ -66,7 +68,7 @@ def start_draft(
     ids = target_ids.to(target.device)
     rows = target.head_weight[ids].float()
     low = products_dtype(products, target.device)
-    teacher = Teacher(target.norm.float(), rows, c.eps, ids, c.vocab_size, loss=loss, products=low)
+    teacher = Teacher(target.norm.float(), rows, c.eps, ids, c.vocab_size, loss=loss, products=low, chains=chains)
     draft = Eagle3(config, target.embedding.float())
     initialise(draft, target, teacher, seed)
     draft.lm_head.requires_grad_(head == "trained")

@@ -8,7 +8,9 @@ the first generated token as input. From root p the server decodes a chain, as i
 
 In training the chain is fed the row's true tokens (as EAGLE-3 does): equal to its own as long as all were accepted.
 Step i of root p predicts t[p+2+i] and is matched with the target's distribution at p+1+i. A root lives on to step i
-while t[p+1] to t[p+2+i] are all supervised.
+while t[p+1] to t[p+2+i] are all supervised. Where the teacher's `chains` are "accepted", training follows it only while
+each token was also the draft's best: what the server would have it draft. Own tokens elsewhere have no label, for the target's
+distribution is known behind the row's tokens alone (vllm-project/speculators#818).
 
 Shape suffixes: T tokens of the batch, K keys (pairs from the target's states), N queries of a step, S positions whose
 target distribution is needed, H hidden size, D head size.
@@ -17,7 +19,7 @@ target distribution is needed, H hidden size, D head size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from stages.drafts._attention import Seen, attend, divide
+from stages.drafts._layout import Layout, cut, lay_out
 from stages.drafts._loss import Queries, Teacher, head_loss
 from stages.drafts._module import Eagle3, rotary, rotate
 from stages.drafts._products import linear
@@ -44,69 +47,6 @@ class PackedBatch:
     last: Tensor
 
 
-@dataclass(frozen=True)
-class Span:
-    """One row with roots: its keys in the key list, and of every step its queries in that step's list."""
-
-    keys: slice
-    queries: tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Who is computed and who sees whom. All indices point into the flat batch unless said.
-
-    Args:
-        keys_K: pairs that give keys and values: each row's, up to its last root.
-        roots: of every step, the roots alive [N].
-        keep: of every step from 1, which of the former step's queries live on (indices into them).
-        positions_T: position of every token in its row.
-        spans: the rows with roots.
-    """
-
-    keys_K: Tensor
-    roots: tuple[Tensor, ...]
-    keep: tuple[Tensor, ...]
-    positions_T: Tensor
-    spans: tuple[Span, ...]
-
-
-def lay_out(loss_mask_T: Tensor, lengths: Sequence[int], steps: int) -> Layout:
-    """Find the roots by the serve-exact mask and what they need."""
-    device = loss_mask_T.device
-    sizes = torch.tensor(lengths, device=device)
-    row_T = torch.repeat_interleave(torch.arange(len(lengths), device=device), sizes)
-    starts = sizes.cumsum(0) - sizes
-    positions_T = torch.arange(len(loss_mask_T), device=device) - starts[row_T]
-    left_T = sizes[row_T] - positions_T  # tokens from here to the row's end, this one included
-
-    def ahead(by: int) -> Tensor:
-        moved = torch.zeros_like(loss_mask_T)
-        if by < len(loss_mask_T):
-            moved[:-by] = loss_mask_T[by:]
-        return moved & (left_T > by)
-
-    alive = [ahead(1) & ahead(2)]
-    for i in range(1, steps):
-        alive.append(alive[-1] & ahead(2 + i))
-    roots = tuple(a.nonzero()[:, 0] for a in alive)
-    last_root = torch.full((len(lengths),), -1, device=device)
-    last_root.scatter_reduce_(0, row_T[roots[0]], positions_T[roots[0]], "amax")
-    keys_K = (positions_T <= last_root[row_T]).nonzero()[:, 0]
-    keep = tuple(now[before].nonzero()[:, 0] for before, now in zip(roots[:-1], alive[1:], strict=True))
-    counts = [torch.bincount(row_T[x], minlength=len(lengths)).tolist() for x in (keys_K, *roots)]
-    return Layout(keys_K, roots, keep, positions_T, tuple(_spans(counts)))
-
-
-def _spans(counts: list[list[int]]) -> Iterator[Span]:
-    at = [0] * len(counts)
-    for row in zip(*counts, strict=True):
-        slices = [slice(a, a + n) for a, n in zip(at, row, strict=True)]
-        at = [s.stop for s in slices]
-        if row[0]:
-            yield Span(slices[0], tuple(slices[1:]))
-
-
 def kept_or_made_again(draft: Eagle3, made: Callable[..., Any], *args: Any) -> Any:
     """made(*args); where `draft.recompute_steps`, only tensors among `args` are kept for the way back, and the rest is made again."""
     if not draft.recompute_steps or not torch.is_grad_enabled():
@@ -114,8 +54,11 @@ def kept_or_made_again(draft: Eagle3, made: Callable[..., Any], *args: Any) -> A
     return checkpoint(made, *args, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
 
 
-def chain_states(draft: Eagle3, batch: PackedBatch, layout: Layout) -> list[Tensor]:
-    """h [N, H] (before `norm`) of every step's queries, in the order of `layout.roots`.
+def chain_states(
+    draft: Eagle3, batch: PackedBatch, layout: Layout, goes_on: Callable[[int, Tensor, Tensor], Tensor] | None = None
+) -> list[Tensor]:
+    """h [N, H] (before `norm`) of every step's queries, in the order of `layout.roots`, or of those that `goes_on` leaves: it
+    is given a step, its roots and their h, and tells which of them go on.
 
     A token is fed at several steps and its embedding is always normed alike, so its half of the projections is made once.
     With `draft.recompute_steps` a step leaves its h, key and value behind for the way back, and nothing else.
@@ -125,6 +68,7 @@ def chain_states(draft: Eagle3, batch: PackedBatch, layout: Layout) -> list[Tens
     halves = [p.weight.split(c.hidden_size, dim=1) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
     of_token, of_state = (torch.cat(half) for half in zip(*halves, strict=True))
     keys, roots = layout.keys_K, [r for r in layout.roots if len(r)]
+    planned = len(roots)
     fed = [r + 1 + i for i, r in enumerate(roots)]  # flat index of the token that each query is fed
     queried, known = torch.unique(torch.cat(fed)), torch.unique(torch.cat([keys + 1, *fed]))
     embedded = draft.midlayer.input_layernorm(F.embedding(batch.input_ids[known], draft.embedding))
@@ -168,10 +112,17 @@ def chain_states(draft: Eagle3, batch: PackedBatch, layout: Layout) -> list[Tens
 
     found: list[Tensor] = [kept_or_made_again(draft, first, seen(0))]
     chain: list[Tensor] = []
-    for step in range(1, len(roots)):
+    for step in range(1, planned):
+        if goes_on:
+            layout = cut(layout, batch.lengths, step - 1, goes_on(step - 1, roots[step - 1], found[-1]))
+            if not len(layout.roots[step]):
+                return found
+            roots[step], fed[step] = layout.roots[step], layout.roots[step] + 1 + step
         h, *own = kept_or_made_again(draft, further, step, seen(step), found[-1], *chain)
         found.append(h)
         chain += own
+    if goes_on:
+        goes_on(planned - 1, roots[-1], found[-1])
     return found
 
 
@@ -186,7 +137,7 @@ class Ahead:
             a gradient is taken, where another id than the row's own was the best.
         hits: drafted tokens equal to the row's own, by step; while a gradient is taken, one whose logit ties with the best
             counts too, and bfloat16 logits tie now and then.
-        tried: roots alive, by step.
+        tried: roots alive, by step; where the teacher's chains are accepted ones, in training, those that got so far.
     """
 
     loss: Tensor
@@ -199,7 +150,8 @@ class Ahead:
 def look_ahead(
     draft: Eagle3, teacher: Teacher, batch: PackedBatch, steps: int, decay: float, *, roots_in_all: int | None = None
 ) -> Ahead:
-    """Run `steps` draft steps from every root, fed the row's true tokens, against the target's distributions.
+    """Run `steps` draft steps from every root, fed the row's true tokens, against the target's distributions; where the
+    teacher's chains are "accepted" and a gradient is taken, as long as they are the draft's best.
 
     Args:
         roots_in_all: what the loss is divided by: the roots of all batches of an optimizer step, where this is one of
@@ -216,27 +168,65 @@ def look_ahead(
         return Ahead(draft.fc.weight.sum() * 0, roots, drafted, (0,) * steps, (0,) * steps)
     weights = torch.tensor([decay**i for i in range(steps)], dtype=torch.float64)
     weights = (weights / weights.sum() / (roots_in_all or len(roots))).tolist()
-    low = teacher.products if torch.is_grad_enabled() else None
-    with torch.autocast(
-        roots.device.type, dtype=low or torch.bfloat16, enabled=low not in (None, draft.fc.weight.dtype)
-    ):
-        states = chain_states(draft, batch, layout)
-    alive = layout.roots[: len(states)]
-    predicted = torch.cat([r + 1 + i for i, r in enumerate(alive)])
+    low, device = teacher.products if torch.is_grad_enabled() else None, roots.device.type
+    judged: list[_Judged] = []
+
+    def judge(first: int, alive: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        judged.append(_judge(draft, teacher, batch, alive, states, first, weights, low))
+
+    def goes_on(step: int, alive: Tensor, h: Tensor) -> Tensor:
+        with torch.autocast(device, enabled=False):
+            judge(step, [alive], [h])
+        return judged[-1].best == judged[-1].own
+
+    follow = goes_on if teacher.chains == "accepted" and torch.is_grad_enabled() else None
+    with torch.autocast(device, dtype=low or torch.bfloat16, enabled=low not in (None, draft.fc.weight.dtype)):
+        states = chain_states(draft, batch, layout, follow)
+    if not follow:
+        judge(0, layout.roots[: len(states)], states)
+    hits, tried = [0] * steps, [0] * steps
+    for found in judged:
+        for i, part in enumerate(found.slices, found.first):
+            drafted[torch.searchsorted(roots, found.alive[i - found.first]), i] = found.best[part]
+            hits[i], tried[i] = int((found.best[part] == found.own[part]).sum()), part.stop - part.start
+    loss = judged[0].loss if len(judged) == 1 else torch.stack([found.loss for found in judged]).sum()
+    return Ahead(loss, roots, drafted, tuple(hits), tuple(tried))
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """What came of the queries of some steps, from step `first`: their part of the loss, the best target id and the row's own
+    of each, and where each step's are."""
+
+    loss: Tensor
+    first: int
+    alive: Sequence[Tensor]
+    slices: tuple[slice, ...]
+    best: Tensor
+    own: Tensor
+
+
+def _judge(
+    draft: Eagle3,
+    teacher: Teacher,
+    batch: PackedBatch,
+    alive: Sequence[Tensor],
+    states: Sequence[Tensor],
+    first: int,
+    weights: Sequence[float],
+    low: torch.dtype | None,
+) -> _Judged:
+    """Hold the states of steps `first` and further, at their roots `alive`, to the target's distributions."""
+    predicted = torch.cat([r + 1 + i for i, r in enumerate(alive, first)])
     needed = torch.unique(predicted)
     own = batch.input_ids[predicted + 1]
     sizes = [len(r) for r in alive]
     edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     slices = tuple(slice(a, b) for a, b in itertools.pairwise(edges))
     label = teacher.draft_id[own]
-    scale = torch.cat([batch.last.new_full((n,), w) for n, w in zip(sizes, weights, strict=False)]) * (label >= 0)
+    scaled = zip(sizes, weights[first:], strict=False)
+    scale = torch.cat([batch.last.new_full((n,), w) for n, w in scaled]) * (label >= 0)
     asked = Queries(slices, torch.searchsorted(needed, predicted), label, scale)
     x, last = torch.cat([kept_or_made_again(draft, draft.norm, h) for h in states]), batch.last[needed]
     loss, _, best = head_loss(x, draft.lm_head.weight, last, teacher, asked, low)
-    ids = torch.where(best < 0, -1, teacher.target_ids[best])
-    hits, index = [0] * steps, torch.arange(len(roots), device=roots.device)
-    for i, part in enumerate(slices):
-        index = index if i == 0 else index[layout.keep[i - 1]]
-        drafted[index, i] = ids[part]
-        hits[i] = int((ids[part] == own[part]).sum())
-    return Ahead(loss, roots, drafted, tuple(hits), tuple(sizes + [0] * (steps - len(sizes))))
+    return _Judged(loss, first, alive, slices, torch.where(best < 0, -1, teacher.target_ids[best]), own)

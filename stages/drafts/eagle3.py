@@ -1,7 +1,7 @@
 """EAGLE-3, the draft algorithm of this name in params.yaml: the module, its files, its training.
 
 The parts: _module.py (the layer, with a picture of what predicts what), _start.py (initial weights), _training.py
-(training-time test over packed rows), _attention.py (in blocks), _products.py (in bfloat16), _loss.py, _gradients.py (of a
+(training-time test over packed rows), _layout.py (whom it computes), _attention.py (in blocks), _products.py (in bfloat16), _loss.py, _gradients.py (of a
 step, in pieces), _group.py (several processes), _trainer.py (optimizer), _session.py (a run), _read_ahead.py, _watch.py, _resume.py,
 _curves.py, _board.py (for TensorBoard), _export.py (files), _formats.py (other tools' files), and _decode.py for serving.
 """

@@ -153,8 +153,11 @@ def chain_logits(draft: Eagle3, tokens: list[int], aux: Tensor, root: int, steps
     return found
 
 
-def reference_loss(draft: Eagle3, teacher: Teacher, batch: PackedBatch, steps: int, decay: float) -> Tensor:
-    """The loss by its definition: over rows, roots and steps in plain loops."""
+def reference_loss(
+    draft: Eagle3, teacher: Teacher, batch: PackedBatch, steps: int, decay: float, *, accepted: bool = False
+) -> Tensor:
+    """The loss by its definition: over rows, roots and steps in plain loops; where `accepted`, a chain ends at the first token
+    that the draft would not have said."""
     weights = [decay**i for i in range(steps)]
     total, roots, start = torch.zeros((), dtype=torch.float64), 0, 0
     in_draft = {int(t): i for i, t in enumerate(teacher.target_ids)}
@@ -170,9 +173,13 @@ def reference_loss(draft: Eagle3, teacher: Teacher, batch: PackedBatch, steps: i
                 if at >= length or not all(mask[p + 1 : at + 1]):
                     break
                 if tokens[at] not in in_draft:
+                    if accepted:
+                        break
                     continue
                 y = teacher.head @ rms(batch.last[start + at - 1], teacher.norm, teacher.eps)
                 target, own = y.log_softmax(0), z.log_softmax(0)
                 total = total + weights[i] / sum(weights) * (target.exp() * (target - own)).sum()
+                if accepted and int(z.argmax()) != in_draft[tokens[at]]:
+                    break
         start += length
     return total / roots

@@ -9,7 +9,7 @@ import torch
 
 from stages.contracts.draft import DraftNorm
 from stages.drafts._training import chain_states, lay_out
-from stages.drafts.eagle3 import look_ahead
+from stages.drafts.eagle3 import Eagle3, PackedBatch, Teacher, look_ahead
 from tests.drafts.reference import CHOICES, chain_logits, make_batch, make_draft, make_teacher, reference_loss
 
 MASKS = ["0001111110", "0000", "00111", "0110111101", "0000011"]
@@ -44,6 +44,45 @@ def test_loss_and_gradients_equal_the_reference(steps: int, norms: tuple[DraftNo
     got = torch.autograd.grad(ahead.loss, list(draft.parameters()))
     for (name, _), a, b in zip(draft.named_parameters(), got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def with_accepted_chains(draft: Eagle3, teacher: Teacher, batch: PackedBatch, every: int) -> PackedBatch:
+    """The batch with, behind every so many tokens, those that the draft says there, as far as a chain goes."""
+    ids = batch.input_ids.clone()
+    for at in range(0, len(ids), every):
+        for i in range(every - 1):
+            said = look_ahead(draft, teacher, replace(batch, input_ids=ids), every - 1, 0.8)
+            if len(found := (said.roots == at).nonzero()) and said.drafted[int(found[0]), i] >= 0:
+                ids[at + 2 + i] = said.drafted[int(found[0]), i]
+    return replace(batch, input_ids=ids)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("norms", [(), ("fc_norm", "norm_output")], ids=" ".join)
+def test_accepted_chains_give_the_loss_and_gradients_of_a_reference_that_stops_where_the_draft_errs(
+    norms: tuple[DraftNorm, ...], recompute: bool
+) -> None:
+    draft, teacher = make_draft(norms=norms), make_teacher()
+    draft.recompute_steps = recompute
+    with torch.no_grad():
+        batch = with_accepted_chains(draft, teacher, make_batch(["0011111111", "0111111", "1001101", "000"]), every=4)
+    teacher.chains = "accepted"
+    ahead = look_ahead(draft, teacher, batch, 4, 0.8)
+    found = torch.autograd.grad(ahead.loss, list(draft.parameters()))
+    expected = reference_loss(draft, teacher, batch, 4, 0.8, accepted=True)
+    assert ahead.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for mine, theirs in zip(found, torch.autograd.grad(expected, list(draft.parameters())), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    assert ahead.hits[1] > 0 and ahead.tried[1] <= ahead.hits[0] < ahead.tried[0] and ahead.tried[2] <= ahead.hits[1]
+    assert abs(ahead.loss.item() - reference_loss(draft, teacher, batch, 4, 0.8).item()) > 1e-3
+
+
+def test_what_is_evaluated_follows_every_chain_to_its_end() -> None:
+    draft, teacher, batch = make_draft(), make_teacher(), make_batch(["0011111111"])
+    with torch.no_grad():
+        plain = look_ahead(draft, teacher, batch, 3, 0.8)
+        teacher.chains = "accepted"
+        assert torch.equal(look_ahead(draft, teacher, batch, 3, 0.8).drafted, plain.drafted)
 
 
 def test_no_two_choices_of_norms_are_one_computation() -> None:

@@ -31,6 +31,9 @@ class Train(Section):
     norms: Norms = Field(default=(), exclude_if=lambda norms: not norms)  # plain drafts keep the digests of before
     head: Literal["trained", "frozen"]
     loss: Literal["kl", "ce", "lk"]
+    chains: Literal["all", "accepted"] = Field(
+        default="all", exclude_if=lambda chains: chains == "all"
+    )  # as with norms
     products: Literal["auto", "float32", "bfloat16"]
     evaluate_every: Positive
     evaluate_train_rows: Annotated[Whole, Field(ge=0)]
