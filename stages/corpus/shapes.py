@@ -225,7 +225,7 @@ def _join_parts(message: Message) -> None:
     for part in message["content"]:
         kind, text = _part(part)
         if text is None:
-            raise RowFault("content is not text", _shown(f"{message.get('role')}: a part of type {kind}"[:80]))
+            raise RowFault("content is not text", f"{message.get('role')}: a part of type {kind}"[:80])
         (thoughts if kind in _THOUGHT_PARTS else texts).append(text)
     message["content"] = " ".join(texts)
     if thoughts and message.setdefault("reasoning_content", thought := "\n".join(thoughts)) != thought:
@@ -238,11 +238,6 @@ def _part(part: Any) -> tuple[Any, str | None]:
     known = kind in (*_TEXT_PARTS, *_THOUGHT_PARTS)
     text = part if isinstance(part, str) else part.get("text", part.get(kind)) if known else None
     return kind, text if isinstance(text, str) else None
-
-
-def _shown(text: str) -> str:
-    """Text of a row as it can be written: lone surrogates are spelled out."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _call(call: Any) -> dict[str, Any]:

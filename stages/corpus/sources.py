@@ -188,9 +188,12 @@ def written(item: Item) -> bytes:
     """
     try:
         nested = _shown(item)
-        for _ in range(_DEEPER):
-            nested = [nested]
-        return compact(nested)[_DEEPER:-_DEEPER]
+        text = compact(nested)
+        if text.count(b"[") + text.count(b"{") > _DEEPER:
+            for _ in range(_DEEPER):
+                nested = [nested]
+            compact(nested)
+        return text
     except UnicodeEncodeError as error:
         strange = error.object[error.start : error.end]
         if all(0xDC80 <= ord(c) <= 0xDCFF for c in strange):  # how formats.py keeps bytes that are no UTF-8
